@@ -1,8 +1,8 @@
 """`megatron-fp8 calibrate`: activation ranges of a trained checkpoint, for static scales.
 
-Runs text through the model of a checkpoint in high precision, measures the input of every FP8-capable linear, prints
-the ranges, and writes calibration.safetensors and calibration.json. Those are the static activation scales of
-`megatron-fp8 generate --activations static` and of exports.
+Runs text through the model of a checkpoint in high precision, measures the input of every FP8-capable linear, and the
+keys and values of attention, prints the ranges, and writes calibration.safetensors and calibration.json. From those come
+the static scales of `megatron-fp8 generate --activations static` and of exports, and an export's of an FP8 KV cache.
 
   megatron-fp8 calibrate runs/tiny_gpt_cpu                                on the run's own training data
   megatron-fp8 calibrate runs/tiny_gpt_cpu --data mine.txt --batches 32   on other text, or Megatron .bin/.idx prefixes
@@ -121,13 +121,13 @@ def _calibrate(
 
 
 def format_ranges(calibration: Any) -> str:
-    """The inputs' ranges as a table, and a line for each tensor with NaN or Inf."""
+    """The ranges of inputs, keys and values as a table, and a line for each tensor with NaN or Inf."""
     from ..plan.timing import table
 
     rows, warnings = [], []
     for name, observed in calibration.ranges.items():
         statistics = observed.statistics
-        if name.endswith(".input"):
+        if not name.endswith(".weight"):
             site = name.removesuffix(".input")
             numbers = [f"{statistics[key]:.5g}" for key in ("p50", "p99.9", "max", "amax")]
             rows.append([site, *numbers, f"{statistics['saturating']:.2%}"])
@@ -135,4 +135,4 @@ def format_ranges(calibration: Any) -> str:
             warnings.append(
                 f"warning: {name} held {statistics['nonfinite']} NaN or Inf values, which count in no range"
             )
-    return "\n".join([table(["input of", "p50", "p99.9", "max", "amax", "above"], rows), *warnings])
+    return "\n".join([table(["input of, or cache", "p50", "p99.9", "max", "amax", "above"], rows), *warnings])

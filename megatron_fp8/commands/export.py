@@ -5,6 +5,7 @@ Write a checkpoint as a directory that transformers, vLLM and compressed-tensors
   megatron-fp8 export runs/mine out/mine                                  in the model's own dtype, BF16
   megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-channel         FP8, a scale for every output row
   megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-tensor --calibration=runs/mine/calibration
+  megatron-fp8 export ... --format=fp8-channel --calibration=DIR --kv-cache=fp8       with scales of an FP8 KV cache
   megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-block           FP8, 128x128 blocks, as DeepSeek-V3
   megatron-fp8 export runs/mine out/mine-fp4 --format=nvfp4               4-bit weights; inputs too with --calibration
 
@@ -47,6 +48,11 @@ def main(arguments: list[str]) -> int:
         help=f"{', '.join(formats)} (the model's dtype: bf16)",
     )
     add("--calibration", metavar="DIR", help="input scales: of megatron-fp8 calibrate")
+    add(
+        "--kv-cache",
+        choices=["fp8"],
+        help="write --calibration's scales of keys and values, for an FP8 cache",
+    )
     add("--ignore", metavar="GLOB", action="append", default=[], help="linears to leave in BF16")
     add("--quantize-all", action="store_true", help="also layers that training kept in BF16")
     add("--like", metavar="DIR", help="the directory that the model was imported from")
@@ -65,7 +71,11 @@ def _export(options: argparse.Namespace) -> None:
     from ..inference.calibration import load_calibration
 
     form = FORMATS.get(options.format)
-    if options.calibration and (form is None or form.input_scale is None):
+    if options.kv_cache and (form is None or not options.calibration):
+        raise ValueError(
+            "--kv-cache=fp8 needs a quantized --format, and --calibration=DIR of megatron-fp8 calibrate."
+        )
+    if options.calibration and not options.kv_cache and (form is None or form.input_scale is None):
         able = ", ".join(name for name, other in FORMATS.items() if other.input_scale is not None)
         raise ValueError(f"--calibration with --format={options.format}: static input scales are of {able}.")
     for name in ("vocab_size", "max_position_embeddings"):
@@ -76,6 +86,7 @@ def _export(options: argparse.Namespace) -> None:
         ignore=tuple(options.ignore),
         follow_training=not options.quantize_all,
         calibration=load_calibration(options.calibration) if options.calibration else None,
+        kv_cache=options.kv_cache is not None,
         like=Path(options.like) if options.like else None,
         vocab_size=options.vocab_size,
         positions=options.max_position_embeddings,

@@ -44,11 +44,13 @@ def export(source: Source, out: Path, wanted: Wanted, progress: Progress) -> Exp
     notes: list[str] = []
     with new_directory(out) as folder:
         if wanted.form:
-            ignored, static_inputs = plan.ignored(), wanted.calibration is not None
-            config["quantization_config"] = quantization_config(wanted.form, ignored, static_inputs)
+            about = wanted.form, plan.ignored(), wanted.static_inputs, wanted.kv_cache
+            config["quantization_config"] = quantization_config(*about)
             if wanted.form.method == "modelopt":
-                write_json(
-                    folder / "hf_quant_config.json", hf_quant_config(wanted.form, ignored, static_inputs)
+                write_json(folder / "hf_quant_config.json", hf_quant_config(*about))
+            if wanted.kv_cache and wanted.form.in_blocks:
+                notes.append(
+                    "config.json has no entry for the KV cache in this form: start vLLM with --kv-cache-dtype=fp8"
                 )
             notes += _reader_notes(wanted.form, plan.sites, plan.high_precision)
             if wanted.form.in_blocks and wanted.like:

@@ -210,6 +210,15 @@ def static_input_scale(amax: torch.Tensor, chosen: WeightFormat) -> torch.Tensor
     return compute_scale_inv(compute_scale(amax, E4M3)).reshape(1)
 
 
+def kv_scale(
+    attention: str, letter: str, scale_inv: torch.Tensor, chosen: WeightFormat
+) -> dict[str, torch.Tensor]:
+    """The scale of an attention's keys ('k') or values ('v') in an FP8 cache, float32 [], as the format stores it."""
+    if chosen.method == "modelopt":
+        return {f"{attention}.{letter}_proj.{letter}_scale": scale_inv}
+    return {f"{attention}.{letter}_scale": scale_inv.reshape(1)}
+
+
 def sibling(name: str, last: str) -> str:
     """The name of the tensor with another last part."""
     return f"{name.rpartition('.')[0]}.{last}"
@@ -232,12 +241,15 @@ _STRATEGIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
 }
 
 
-def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inputs: bool) -> dict[str, Any]:
+def quantization_config(
+    chosen: WeightFormat, ignore: Iterable[str], static_inputs: bool, kv_cache: bool = False
+) -> dict[str, Any]:
     """config.json's `quantization_config`.
 
     Args:
         ignore: names of linears that stay in high precision.
         static_inputs: every quantized weight has an input scale.
+        kv_cache: keys and values have scales. DeepSeek's form has no entry for that: engines are asked by an option.
     """
     ignore = list(ignore)
     if chosen.in_blocks:
@@ -260,6 +272,7 @@ def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inpu
             "config_groups": {"group_0": {**inputs, "weights": number, "targets": ["Linear"]}},
             "ignore": ignore,
             "quant_algo": chosen.algorithms[static_inputs],
+            **({"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}} if kv_cache else {}),
             "producer": _PRODUCER,
             "quant_method": "modelopt",
         }
@@ -270,7 +283,7 @@ def quantization_config(chosen: WeightFormat, ignore: Iterable[str], static_inpu
         "format": form,
         "quantization_status": "compressed",
         "ignore": [*ignore, *filter(None, map(_as_vllm_asks, ignore))],
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": {**_FLOAT8, "strategy": "tensor", "dynamic": False} if kv_cache else None,
         "global_compression_ratio": None,
         "config_groups": {
             "group_0": {
@@ -308,14 +321,16 @@ def _group_size(chosen: WeightFormat) -> int:
     return 32 if chosen.tensor_scale is None else nvfp4.BLOCK
 
 
-def hf_quant_config(chosen: WeightFormat, ignore: Iterable[str], static_inputs: bool) -> dict[str, Any]:
+def hf_quant_config(
+    chosen: WeightFormat, ignore: Iterable[str], static_inputs: bool, kv_cache: bool = False
+) -> dict[str, Any]:
     """modelopt's hf_quant_config.json, which older engines read in place of config.json's entry."""
     assert chosen.algorithms is not None
     return {
         "producer": _PRODUCER,
         "quantization": {
             "quant_algo": chosen.algorithms[static_inputs],
-            "kv_cache_quant_algo": None,
+            "kv_cache_quant_algo": "FP8" if kv_cache else None,
             "group_size": _group_size(chosen),
             "exclude_modules": list(ignore),
         },

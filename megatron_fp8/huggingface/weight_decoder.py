@@ -86,7 +86,10 @@ def left_out(config: Mapping[str, Any], names: Set[str]) -> list[str]:
             " unless --calibration gives static ones"
         )
     if outputs := _count(names, _OUTPUTS):
-        notes.append(f"scales of outputs and of an FP8 cache are left out ({outputs[0]}): exports have none")
+        notes.append(
+            f"scales of outputs and of an FP8 cache are left out ({outputs[0]}): exports have"
+            " a cache's with --calibration and --kv-cache"
+        )
     return notes
 
 

@@ -23,7 +23,7 @@ from ..recipe import Float8CurrentScaling, Recipe
 from .architectures import Architecture, Entry, entries, fused_latents, gemms, never_fp8
 from .block_scales import as_it_came, came_as_blocks, came_in_high_precision
 from .checkpoint_reader import WeightSource
-from .formats import WeightFormat, encode, static_input_scale, weight_recipe
+from .formats import WeightFormat, encode, kv_scale, static_input_scale, weight_recipe
 from .layout import heads_of, megatron_shape, split_qkv
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
@@ -38,7 +38,8 @@ class Wanted:
         form: format of the layers' linears; None: high precision.
         ignore: globs over Hugging Face names of linears to leave in high precision.
         follow_training: linears that were BF16 in training stay BF16.
-        calibration: input ranges; static scales are written.
+        calibration: input ranges; static scales are written, if the format has them.
+        kv_cache: write the calibration's scales of keys and values, for an engine's FP8 cache.
         like: a directory from which further config fields, generation config and tokenizer are copied.
         vocab_size, positions: override the run's.
         shard_bytes: size limit of a file.
@@ -48,10 +49,23 @@ class Wanted:
     ignore: tuple[str, ...] = ()
     follow_training: bool = True
     calibration: Calibration | None = None
+    kv_cache: bool = False
     like: Path | None = None
     vocab_size: int | None = None
     positions: int | None = None
     shard_bytes: int = 5_000_000_000
+
+    def __post_init__(self) -> None:
+        if self.kv_cache and (self.form is None or self.calibration is None):
+            missing = "a quantized format" if self.form is None else "a calibration"
+            raise ValueError(
+                f"scales of an FP8 KV cache need {missing}: engines read them beside it. Give one."
+            )
+
+    @property
+    def static_inputs(self) -> bool:
+        """Whether inputs get static scales."""
+        return self.calibration is not None and self.form is not None and self.form.input_scale is not None
 
 
 class WeightPlan:
@@ -63,6 +77,7 @@ class WeightPlan:
         high_precision: Hugging Face linears of the layers that are not quantized.
         came: checkpoint tensors whose codes and scales are those of an imported directory.
         stays: checkpoint tensors in high precision.
+        kv_scales: Hugging Face name -> scale of an attention's keys or values.
 
     Args:
         architecture: the family of `source.section`.
@@ -104,6 +119,7 @@ class WeightPlan:
             entry.megatron for entry in self.listed if in_blocks and came_as_blocks(source, entry)
         } - self.stays
         self._unrounded = set() if form is None else source.unrounded - self.stays
+        self.kv_scales = _kv_scales(wanted, self.sites)
         self._floats = self.stays.intersection(source.origin.floats) if in_blocks else set()
 
     def kept(self) -> list[str]:
@@ -166,10 +182,28 @@ class WeightPlan:
             encoded = encode(pending, form, self.recipe, lost)
             pending, tensors = {}, {}
             yield from encoded.items()
-            if calibration is not None:
+            if calibration is not None and form.input_scale is not None:
                 scale = static_input_scale(calibration.input_amax(entry.site), form)
                 yield from ((f"{part}.{form.input_scale}", scale.clone()) for part in names)
         assert not pending, list(pending)
+        yield from self.kv_scales.items()
+
+
+def _kv_scales(wanted: Wanted, sites: dict[str, tuple[str, ...]]) -> dict[str, torch.Tensor]:
+    """The scales of keys and values, by engines' names. Raises ValueError if the calibration lacks one."""
+    if not wanted.kv_cache:
+        return {}
+    assert wanted.form is not None and wanted.calibration is not None
+    found: dict[str, torch.Tensor] = {}
+    for site, parts in sites.items():
+        before, _, last = site.rpartition(".")
+        if not before.endswith("self_attention") or last != "linear_proj":
+            continue
+        attention = parts[0].rpartition(".")[0]
+        for role, letter in (("key", "k"), ("value", "v")):
+            scale = wanted.calibration.kv_scale_inv(f"{before}.core_attention", role)
+            found |= kv_scale(attention, letter, scale, wanted.form)
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- checks

@@ -9,16 +9,13 @@ The model runs in high precision during calibration, since quantized activations
 earlier layers.
 
 A static scale comes from the amax or from a percentile; with a percentile a few outliers saturate, and all
-other values get finer steps. Percentiles are exact over all values of all batches, without storing them: a
-bfloat16 magnitude has 15 bits, so 32,640 counters suffice. (float32 activations are rounded to bfloat16 for
-counting only.) Rejected: histograms, whose range must be guessed from the first batch or changed later.
+other values get finer steps.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..files.argument_check import check_model
 from ..files.atomic_io import explained, in_words, read_ordinary
@@ -36,13 +32,14 @@ from ..numerics.formats import E4M3
 from ..numerics.rule import TENSOR, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv
 from ..plan.autocast_state import fp8_disabled
-from ..state.collectives import checked_group, device_of, same_everywhere
+from ..state.collectives import checked_group
+from .kv_cache import ROLES, attentions, recording_keys_and_values
+from .magnitudes import Seen, merge_ranks
 
 FORMAT, VERSION = "megatron_fp8 calibration", 1
 TENSORS, RECORD = "calibration.safetensors", "calibration.json"
 PERCENTILES = (50.0, 99.0, 99.9, 99.99)
 _LARGEST = 1 << 30  # bytes per file
-_MAGNITUDES = 0x7F80  # number of finite bfloat16 magnitudes: bit patterns 0 to 0x7F7F
 
 
 def fp8_modules(model: torch.nn.Module) -> list[Any]:
@@ -69,50 +66,6 @@ def whole_shape(linear: Any) -> tuple[int, int]:
     return rows, cols
 
 
-@dataclass
-class Seen:
-    """Statistics of one linear's input.
-
-    Attributes:
-        amaxes: the largest finite magnitude of each batch, as floats.
-        counts: int64 [32640], number of finite values per bfloat16 magnitude.
-        nonfinite: number of NaN and Inf; excluded from the other two.
-    """
-
-    amaxes: list[float] = field(default_factory=list)
-    counts: torch.Tensor = field(
-        default_factory=lambda: torch.zeros(_MAGNITUDES, dtype=torch.int64, device="cpu")
-    )
-    nonfinite: int = 0
-
-    def add(self, x: torch.Tensor) -> None:
-        """Count the elements of x (any shape, any floating dtype)."""
-        x = x.detach().reshape(-1)
-        finite = x[x.isfinite()]
-        self.nonfinite += x.numel() - finite.numel()
-        magnitudes = finite.abs()
-        self.amaxes.append(float(magnitudes.amax()) if finite.numel() else 0.0)
-        bits = magnitudes.to(torch.bfloat16).view(torch.int16).to(torch.int64)  # [finite values], indices
-        # float32 values just below bfloat16's limit round to Inf.
-        counts = torch.bincount(bits.clamp_(max=_MAGNITUDES - 1), minlength=_MAGNITUDES)
-        self.counts += counts.cpu()
-
-    def percentile(self, percent: float) -> float:
-        """The smallest bfloat16 magnitude that at least ``percent`` % of the values do not exceed; 0 without values."""
-        total = int(self.counts.sum())
-        if not total:
-            return 0.0
-        reached = self.counts.cumsum(0) >= math.ceil(total * percent / 100)
-        index = int(reached.to(torch.int8).argmax())
-        return float(torch.tensor(index, dtype=torch.int16, device="cpu").view(torch.bfloat16))
-
-    def above(self, magnitude: float) -> float:
-        """Fraction of the values above a magnitude, to bfloat16 precision."""
-        total = int(self.counts.sum())
-        bits = int(torch.tensor(magnitude, dtype=torch.bfloat16, device="cpu").view(torch.int16))
-        return float(self.counts[bits + 1 :].sum()) / total if total else 0.0
-
-
 @dataclass(frozen=True)
 class Range:
     """Calibrated range of one tensor.
@@ -120,7 +73,7 @@ class Range:
     Attributes:
         amax: largest magnitude to represent.
         amaxes: float32 [batches], the largest finite magnitude of each batch; [1] for a weight.
-        shape: (N, K) of the linear's weight, over all tensor-parallel ranks.
+        shape: (N, K) of the linear's weight, over all tensor-parallel ranks; of keys and values (heads, a head's size).
         statistics: for information: max, percentiles, fraction above amax, NaN and Inf count.
     """
 
@@ -132,7 +85,8 @@ class Range:
 
 @dataclass
 class Calibration:
-    """Ranges by '<site>.input' and '<site>.weight'. ``facts``: plain values about the calibration run."""
+    """Ranges by '<site>.input' and '<site>.weight', and an attention's '.key' and '.value'. ``facts``: plain values about
+    the calibration run."""
 
     ranges: dict[str, Range]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -162,6 +116,24 @@ class Calibration:
     def input_scale_inv(self, site: str) -> torch.Tensor:
         """float32 [], the inverse of the static E4M3 scale: ``input_scale`` in checkpoints for other engines."""
         return compute_scale_inv(self.scale(site, Rule(E4M3, TENSOR)))
+
+    def kv_scale_inv(self, attention: str, role: str) -> torch.Tensor:
+        """float32 [], the inverse of the static E4M3 scale of an attention's 'key' or 'value': an engine's `k_scale`.
+
+        Raises ValueError if the calibration lacks it, or saw only zeros.
+        """
+        found = self.ranges.get(f"{attention}.{role}")
+        if found is None:
+            raise ValueError(
+                f"the calibration has no {role}s of {attention}: calibrate again with megatron-fp8 calibrate, which"
+                " measures keys and values of Megatron-Core's attention, but no latents"
+            )
+        if not found.amax > 0:
+            raise ValueError(
+                f"the calibration saw nothing but zeros as {role}s of {attention}: calibrate on more text"
+            )
+        amax = torch.tensor(found.amax, dtype=torch.float32, device="cpu")
+        return compute_scale_inv(compute_scale(amax, E4M3))
 
     def check(self, linears: Iterable[Any]) -> None:
         """Raises ValueError unless all these linears were calibrated with their current shapes."""
@@ -324,8 +296,8 @@ def calibrate(
     percentile: float | None = None,
     group: Any = None,
 ) -> Calibration:
-    """Run batches through a model in high precision and evaluation mode, and measure every FP8 linear's
-    input.
+    """Run batches through a model in high precision and evaluation mode, and measure every FP8 linear's input, and
+    the keys and values of Megatron-Core's attentions.
 
     Args:
         model: built from this package's Megatron-Core layers, or converted by convert_to_fp8. Linears that
@@ -354,7 +326,15 @@ def calibrate(
     modes, count = [(module, module.training) for module in model.modules()], 0
     model.eval()
     try:
-        with fp8_disabled("calibration looks at high precision"), _recording_inputs(linears) as seen:
+        cached: dict[str, tuple[Seen, tuple[int, int]]] = {}
+        cores = attentions(model)
+        for core in cores:
+            cached |= {f"{core.name}.{role}": (Seen(), core.shape) for role in ROLES}
+        with (
+            fp8_disabled("calibration looks at high precision"),
+            recording_keys_and_values({name: one for name, (one, _) in cached.items()}, cores),
+            _recording_inputs(linears) as seen,
+        ):
             for batch in batches:
                 run(batch)
                 count += 1
@@ -371,8 +351,10 @@ def calibrate(
     ranges: dict[str, Range] = {}
     for weight, linear in zip(weights, linears, strict=True):
         site, shape = linear.fp8_site.plan.name, whole_shape(linear)
-        ranges[f"{site}.input"] = _range(_merge_ranks(seen[site], group), percentile, shape)
-        ranges[f"{site}.weight"] = _range(_merge_ranks(weight, group), None, shape)
+        ranges[f"{site}.input"] = _range(merge_ranks(seen[site], group), percentile, shape)
+        ranges[f"{site}.weight"] = _range(merge_ranks(weight, group), None, shape)
+    for name, (one, shape) in cached.items():
+        ranges[name] = _range(merge_ranks(one, group), percentile, shape)
     method = "max" if percentile is None else f"percentile {percentile:g}"
     return Calibration(ranges, {"method": method, "batches": count})
 
@@ -400,22 +382,6 @@ def _recording_inputs(linears: list[Any]) -> Iterator[dict[str, Seen]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _merge_ranks(seen: Seen, group: Any) -> Seen:
-    """Merges the statistics of all ranks of a group."""
-    if group is None or dist.get_world_size(group) == 1:
-        return seen
-    if not same_everywhere([len(seen.amaxes)], group):
-        raise ValueError(
-            f"this rank calibrated on {len(seen.amaxes)} batches, and another one on fewer or more"
-        )
-    device = device_of(group)
-    amaxes = torch.tensor(seen.amaxes, dtype=torch.float64, device=device)
-    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
-    counts = torch.cat([seen.counts, seen.counts.new_tensor([seen.nonfinite])]).to(device)
-    dist.all_reduce(counts, op=dist.ReduceOp.SUM, group=group)
-    return Seen(amaxes.tolist(), counts[:-1].cpu(), int(counts[-1]))
 
 
 def _range(seen: Seen, percentile: float | None, shape: tuple[int, int]) -> Range:

@@ -42,6 +42,7 @@ def weight_stream(
     ignore: Iterable[str] = (),
     quantize_all: bool = False,
     calibration: Calibration | None = None,
+    kv_cache: bool = False,
     vocab_size: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterates over the tensors of an export of this model: (Hugging Face name, tensor), codes before scales.
@@ -62,6 +63,7 @@ def weight_stream(
         ignore: globs over Hugging Face names of linears to leave in high precision.
         quantize_all: quantize linears too that training keeps in BF16.
         calibration: input ranges; static input scales follow the weights' scales.
+        kv_cache: the calibration's scales of keys and values come last.
         vocab_size: rows of the vocabulary without Megatron-Core's padding; None: all rows.
 
     Raises ValueError, before the first tensor: an unknown format or family, a glob that matches nothing, or a tensor
@@ -76,7 +78,7 @@ def weight_stream(
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: a whole number of at least 1 is needed.")
     wanted = Wanted(
-        FORMATS.get(format), tuple(ignore), follow_training=not quantize_all, calibration=calibration
+        FORMATS.get(format), tuple(ignore), not quantize_all, calibration=calibration, kv_cache=kv_cache
     )
     if not is_megatron(model):
         return _plan_of_converted(ConvertedSource(model), wanted, vocab_size).tensors()
@@ -136,7 +138,7 @@ def save_quantized(
     config.pop("quantization_config", None)
     with new_directory(Path(directory)) as folder:
         if form is not None:
-            about = form, plan.ignored(), calibration is not None
+            about = form, plan.ignored(), form.input_scale is not None and calibration is not None
             config["quantization_config"] = quantization_config(*about)
             if form.method == "modelopt":
                 write_json(folder / "hf_quant_config.json", hf_quant_config(*about))

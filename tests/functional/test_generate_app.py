@@ -192,7 +192,14 @@ def test_a_calibration_is_written_beside_the_run(heard, folder):
     calibration, finer = load_calibration(folder / "run" / "calibration"), load_calibration(folder / "finer")
     sites = [f"decoder.layers.{n}.{site}" for n in range(2) for site in (
         "self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")]  # fmt: skip
-    assert set(calibration.ranges) == {f"{site}.{role}" for site in sites for role in ("input", "weight")}
+    cached = {
+        f"decoder.layers.{n}.self_attention.core_attention.{role}"
+        for n in range(2)
+        for role in ("key", "value")
+    }
+    inside = {f"{site}.{role}" for site in sites for role in ("input", "weight")}
+    assert set(calibration.ranges) == inside | cached
+    assert all(name in heard["calibrate"][2] for name in cached)
     facts = calibration.facts
     assert (facts["method"], facts["batches"], facts["tokens"], facts["iteration"]) == (
         "max",
