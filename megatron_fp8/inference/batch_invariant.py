@@ -97,7 +97,7 @@ def check_batch_invariant(model: torch.nn.Module, linears: list[Any], *, static:
 def _depends_on_batch(rule: Rule) -> str | None:
     """Why scales of an input by this rule need other rows, where scales per row cannot replace them."""
     if rule.scale == "e4m3":
-        return "the second scale of its inputs is the batch's: give calibration=, for a static one"
+        return "the second scale of its inputs is the batch's: give calibration= (generate: --activations static)"
     if rule.granularity.rows > 1:
         return f"its inputs have scales per {rule.granularity} block, which rows share: choose another recipe"
     return None
