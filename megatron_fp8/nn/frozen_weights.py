@@ -10,7 +10,7 @@ checkpointing) works as before. inference's prepare_for_inference does the same 
 from __future__ import annotations
 
 from collections import Counter
-from types import MethodType
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +51,7 @@ def freeze_weights(model: M) -> M:
     if not linears:
         raise ValueError(
             f"{type(model).__name__} has no FP8 weight to freeze: fprop of every linear reads its weight in high"
-            " precision, or it is frozen already"
+            " precision, stores it transposed (Conv1D), or is frozen already"
         )
     _check(model, linears)
     counts = Counter(map(codes_key, linears.values()))
@@ -152,7 +152,7 @@ def codes_key(linear: Any) -> tuple[int, Rule]:
 def save_in_high_precision(model: torch.nn.Module) -> None:
     """Make ``model.save_pretrained``, if present, write dequantized weights."""
     if hasattr(type(model), "save_pretrained"):
-        model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
+        model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[assignment]  # a method has no pickle
 
 
 def _save_pretrained(

@@ -36,7 +36,12 @@ class PlainModel:
 
     @classmethod
     def of(cls, model: Any) -> PlainModel:
-        """The plain model inside any model. Raises ValueError for adapters that are not LoRA or DoRA on linears."""
+        """The plain model inside any model. Raises ValueError for active adapters other than LoRA or DoRA on linears."""
+        prompt = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
+        if getattr(prompt, "is_prompt_learning", False):
+            raise ValueError(
+                f"{type(prompt).__name__} adds tokens and changes no weight: there is nothing to merge."
+            )
         get_base = getattr(model, "get_base_model", None)
         inner = model if get_base is None or not hasattr(model, "peft_config") else get_base()
         found = cls(inner)
@@ -104,10 +109,10 @@ def merged(layer: Any, base: torch.Tensor) -> torch.Tensor:
 
 
 def _active(layer: Any) -> list[str]:
-    """The adapters that the layer's forward adds and that its base weight does not hold already."""
+    """The adapters, of any kind, that act in the layer's forward and that its base weight does not hold already."""
     if layer.disable_adapters:
         return []
-    names = getattr(layer, "lora_A", {})
+    names = {adapter for part in layer.adapter_layer_names for adapter in getattr(layer, part)}
     return [one for one in layer.active_adapters if one in names and one not in layer.merged_adapters]
 
 
@@ -117,7 +122,7 @@ def _check(name: str, layer: Any, adapters: list[str]) -> None:
     is_linear = (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear")
     for adapter in adapters:
         variant = type(layer.lora_variant.get(adapter)).__name__ if is_linear else kind.__name__
-        known = variant in ("NoneType", "DoraLinearVariant") and not layer.fan_in_fan_out
+        known = is_linear and variant in ("NoneType", "DoraLinearVariant") and not layer.fan_in_fan_out
         if not known or layer.lora_bias[adapter]:
             raise ValueError(
                 f"{name} has the adapter {adapter!r} ({kind.__name__}, {variant}), and LoRA and DoRA on linears are"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +338,12 @@ def test_several_adapters_and_none(tmp_path: Path) -> None:
         weight_stream(model, "lora")
 
 
+def test_a_frozen_model_has_a_pickle() -> None:
+    """Its weights are what the codes mean: the same codes again."""
+    model = base()
+    assert_same_bytes(logits(pickle.loads(pickle.dumps(model))), logits(model))
+
+
 def of_base_value(name: str) -> torch.Tensor:
     value: torch.Tensor = base().get_parameter(name).dequantize(torch.float32)
     return value
@@ -347,5 +354,13 @@ def test_refused_adapters() -> None:
     model.base_model.model.model.layers[0].mlp.up_proj.lora_bias["default"] = True
     with pytest.raises(ValueError, match=r"up_proj has the adapter 'default'.*merge_and_unload"):
         weight_stream(model, "bf16")
+    scaled = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    tokens = peft.LoraConfig(r=4, target_modules=["embed_tokens"])
+    for config in (scaled, tokens):  # not left out without a word
+        with pytest.raises(ValueError, match=r"has the adapter 'default'.*merge_and_unload"):
+            weight_stream(peft.get_peft_model(base(), config), "bf16")
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ValueError, match="there is nothing to merge"):
+        weight_stream(peft.get_peft_model(base(), prompt), "bf16")
     with pytest.raises(ValueError, match="format='lora' of Qwen3ForCausalLM"):
         weight_stream(base(), "lora")
