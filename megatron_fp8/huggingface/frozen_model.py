@@ -93,7 +93,11 @@ def load_frozen(directory: str | Path, *, dtype: torch.dtype = torch.bfloat16) -
             )
         model = _empty_model(config, dtype)
         recipe = _RECIPES[next(iter(kinds))]
-        convert_to_fp8(model, recipe, skip=[lambda name, _: f"{name}.weight" not in quantized])
+
+        def not_quantized_there(name: str, _: Any) -> bool:
+            return f"{name}.weight" not in quantized
+
+        convert_to_fp8(model, recipe, skip=[not_quantized_there])
         _fill(model, tensors, quantized, dtype, str(folder))
     for group in groups_of(model):
         group.frozen = True

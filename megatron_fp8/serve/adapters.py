@@ -136,7 +136,10 @@ def adapter_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     Raises ValueError: the model is not one of PEFT with one active adapter.
     """
-    active = getattr(model, "active_adapters", None) if hasattr(model, "peft_config") else None
+    wrapped = hasattr(model, "peft_config") and hasattr(
+        model, "get_base_model"
+    )  # transformers' add_adapter: other names
+    active = model.active_adapters if wrapped else None
     if not isinstance(active, (list, tuple)) or len(active) != 1:
         raise ValueError(
             f"format='lora' of {type(model).__name__} with active adapters {active!r}: a model of get_peft_model with one"

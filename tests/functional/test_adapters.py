@@ -362,5 +362,8 @@ def test_refused_adapters() -> None:
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(ValueError, match="there is nothing to merge"):
         weight_stream(peft.get_peft_model(base(), prompt), "bf16")
-    with pytest.raises(ValueError, match="format='lora' of Qwen3ForCausalLM"):
-        weight_stream(base(), "lora")
+    inside = base()
+    inside.add_adapter(peft.LoraConfig(r=4, target_modules=TARGETS))
+    for model in (base(), inside):
+        with pytest.raises(ValueError, match="format='lora' of Qwen3ForCausalLM with active adapters None"):
+            weight_stream(model, "lora")
