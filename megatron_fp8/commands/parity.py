@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
         help="the engine's (default: auto, by config.json)",
     )
     add("--accept", metavar="KIND", action="append", default=[], help="a kind of differences that is meant")
-    add("--json", metavar="FILE", help="write all of it, one entry per linear")
+    add("--json", metavar="FILE", help="write all of it: each linear, each token's log-probabilities")
     add("--numbers", action="store_true", help="compare log-probabilities too")
     add("--data", nargs="+", metavar="FILE", help="text of --numbers, as of train (default: the run's)")
     add("--tokens", type=int, metavar="N", help="about how many of it (default: 2048)")

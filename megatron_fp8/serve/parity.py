@@ -22,6 +22,7 @@ from ..huggingface.checkpoint_reader import Source
 from ..huggingface.config import exported_architecture, hf_config, model_section
 from ..huggingface.directory import CONFIG, GENERATION, Tensors, find_file, read_json
 from ..huggingface.formats import FORMATS, WeightFormat
+from ..huggingface.weight_decoder import is_of_cache
 from ..huggingface.weight_plan import Progress, Wanted, WeightPlan, trained_in_bf16
 from ..train.data.tokenizers import load_tokenizer
 from ..train.run_record import RunRecord
@@ -291,7 +292,12 @@ def _compare_weights(
     inputs = {name for name in left if name.rpartition(".")[2] in ("input_scale", "input_global_scale")}
     if inputs:
         result.notes.append(f"{len(inputs)} static input scales are not compared: they are a calibration's")
-    for name in sorted(left - inputs):
+    cached = {
+        name for name in left if is_of_cache(name) or name.endswith((".k_proj.k_scale", ".v_proj.v_scale"))
+    }
+    if cached:
+        result.notes.append(f"{len(cached)} scales of the KV cache are not compared: training has none")
+    for name in sorted(left - inputs - cached):
         result.differences.append(Difference("weights", name, "not exported", "stored"))
 
 

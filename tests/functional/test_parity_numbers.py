@@ -72,6 +72,15 @@ def static_inputs(served: Path) -> None:
     edit_config(served, config_groups=quantization["config_groups"])
 
 
+def cache_scales(served: Path) -> None:
+    """Scales a hundred times too large: keys and values lose their small ones."""
+    names = [f"model.layers.{layer}.self_attn.{letter}_scale" for layer in (0, 1) for letter in "kv"]
+    edit_tensors(served, lambda found: found.update({name: torch.tensor(100.0) for name in names}))
+    edit_config(
+        served, kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    )
+
+
 def no_biases(served: Path) -> None:
     """A Qwen2 served as a Llama."""
     edit_tensors(served, lambda found: [found.pop(name) for name in list(found) if name.endswith(".bias")])
@@ -104,6 +113,9 @@ CASES: dict[str, tuple[str, Plant, list[str], str, str | None]] = {
     ),
     "the KV cache": (
         "moe", config(), ["--kv-cache-dtype=fp8"], "^cache: training high precision, engine e4m3", "KV cache",
+    ),
+    "scales of the KV cache": (
+        "moe", cache_scales, [], "^cache: training high precision, engine e4m3", "KV cache",
     ),
     "rotary positions": ("moe", config(rope_theta=5.0), [], "^config: .*engine 5.0: rope_theta", "config"),
     "the router's order": (
@@ -228,6 +240,11 @@ def test_causes_that_are_not_there_have_no_part(heard):
         assert found["order of sums"] < 1e-6
     assert parts(dense)["router flips"] == dense["choices"] == 0
     assert parts(moe)["activation cast"] == 0 and moe["choices"] == 2 * TOKENS
+
+
+def test_scales_of_the_kv_cache_are_the_directorys(heard):
+    own, stored = (parts(heard[case][2])["KV cache"] for case in ("the KV cache", "scales of the KV cache"))
+    assert stored > 10 * own > 0
 
 
 @pytest.mark.parametrize("case", CASES)
