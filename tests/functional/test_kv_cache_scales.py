@@ -128,6 +128,7 @@ def test_parity_reads_the_same_scales(folder: Path, calibration: Calibration) ->
 
     from megatron_fp8.numerics.formats import E4M3
     from megatron_fp8.serve.engine_model import _cache
+    from megatron_fp8.serve.parity import Parity, _compare_weights
 
     for form in ("fp8-tensor", "nvfp4-modelopt"):
         out = folder / f"parity-{form}"
@@ -138,6 +139,15 @@ def test_parity_reads_the_same_scales(folder: Path, calibration: Calibration) ->
         reader = type("Reader", (dict,), {"names": lambda self: set(self)})(tensors)
         cache = _cache(source, E4M3, reader)
         assert cache is not None
+        result, plan = Parity("vllm", form), SimpleNamespace(tensors=lambda progress: iter(()))
+        only = type("Reader", (dict,), {"names": lambda self: {n for n in self if n.endswith("_scale")}})(
+            tensors
+        )
+        _compare_weights(result, plan, only, "run", None)  # type: ignore[arg-type]
+        assert "4 scales of the KV cache are not compared: training has none" in result.notes
+        assert not any(
+            difference.name.endswith((".k_scale", ".v_scale")) for difference in result.differences
+        )
         assert cache.scales == [
             tuple(calibration.kv_scale_inv(ATTENTION.format(n), role).item() for role in ("key", "value"))
             for n in range(LAYERS)

@@ -83,7 +83,7 @@ def test_the_package_lists_the_same():
 
 def asked_for() -> set[str]:
     """Names of optional attributes that the package outside of backends/ looks for."""
-    look = re.compile(r"(?:get|has)attr\([^,()]*backend\b[^,]*,\s*\"(\w+)\"")
+    look = re.compile(r"(?:get|has)attr\([^,()]*\bbackend\b[^,]*,\s*\"(\w+)\"")
     return {
         name
         for path in PACKAGE.rglob("*.py")
