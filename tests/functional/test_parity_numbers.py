@@ -73,9 +73,9 @@ def static_inputs(served: Path) -> None:
 
 
 def cache_scales(served: Path) -> None:
-    """Scales a hundred times too large: keys and values lose their small ones."""
+    """Scales far too large: keys and values lose all but their largest."""
     names = [f"model.layers.{layer}.self_attn.{letter}_scale" for layer in (0, 1) for letter in "kv"]
-    edit_tensors(served, lambda found: found.update({name: torch.tensor(100.0) for name in names}))
+    edit_tensors(served, lambda found: found.update({name: torch.tensor(500.0) for name in names}))
     edit_config(
         served, kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     )
