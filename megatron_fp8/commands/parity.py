@@ -66,12 +66,8 @@ def main(arguments: list[str]) -> int:
     add("run", metavar="RUN", help="the run's folder")
     add("directory", metavar="DIR", help="the directory that is served")
     add("--engine", choices=ENGINES, default="vllm", help="who serves DIR (default: vllm)")
-    add(
-        "--kv-cache-dtype",
-        choices=KV_CACHE_DTYPES,
-        default="auto",
-        help="the engine's (default: auto, by config.json)",
-    )
+    of_cache = f"the engine's KV cache: {', '.join(KV_CACHE_DTYPES)} (default: auto, by config.json)"
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, metavar="DTYPE", default="auto", help=of_cache)
     add("--accept", metavar="KIND", action="append", default=[], help="a kind of differences that is meant")
     add("--json", metavar="FILE", help="write all of it: each linear, each token's log-probabilities")
     add("--numbers", action="store_true", help="compare log-probabilities too")
