@@ -35,7 +35,8 @@ class Training:
         self.number, self.finished = number, 0
         self.stepper = SimpleNamespace(stop=StopRequest({}))
         section = SimpleNamespace(folder=None, saves=True)
-        self.run = SimpleNamespace(train=SimpleNamespace(train_iters=9), checkpoint=section, run_dir=run_dir)
+        length, model = SimpleNamespace(train_iters=9), SimpleNamespace(fp8_backend="auto")
+        self.run = SimpleNamespace(train=length, model=model, checkpoint=section, run_dir=run_dir)
         self.monitor = SimpleNamespace(skipped=0, taken=0, spike="")
         self.display: Any = SimpleNamespace(close=lambda: None)
         self.telemetry: Any = SimpleNamespace(close_files=list)
