@@ -16,7 +16,8 @@ from megatron_fp8.commands.import_ import main as import_main
 from megatron_fp8.files.checkpoint import find_checkpoint, read_manifest
 from megatron_fp8.huggingface.formats import FORMATS
 from megatron_fp8.inference.calibration import Calibration, calibrate, load_calibration
-from tests.support.hf import build, hf_model, megatron_logits, token_ids
+from megatron_fp8.serve import weight_stream
+from tests.support.hf import VOCAB, build, hf_model, megatron_logits, token_ids
 
 LAYERS = 2
 FIELDS = (
@@ -41,6 +42,23 @@ def calibrated(config_file: str, layout: Layout) -> Calibration:
         ids = token_ids()
         run = lambda batch: megatron_logits(chunks[0], batch)  # noqa: E731
         return calibrate(chunks[0], [ids[:1], ids[1:]], run, group=dist.group.WORLD)
+
+
+def streamed(config_file: str, layout: Layout, ranges: str) -> dict[str, bytes]:
+    """A rank case: the stream's bytes of an imported run's model, with the calibration in ``ranges``."""
+    from megatron_fp8.mcore import checkpoint as checkpoints
+
+    with model_parallel(layout):
+        _, chunks, optimizer = build(config_file, layout)
+        folder = find_checkpoint(Path(config_file).parent)
+        checkpoints.load(folder, read_manifest(folder), chunks, optimizer)
+        options: dict[str, Any] = {"calibration": load_calibration(Path(ranges)), "kv_cache": True}
+        stream = weight_stream(chunks, "fp8-tensor", vocab_size=VOCAB, **options)
+        return {name: bytes_of(tensor) for name, tensor in stream}
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +121,18 @@ def test_each_format_has_the_scales_where_engines_look(
     if modelopt:
         legacy = json.loads((out / "hf_quant_config.json").read_text())["quantization"]
         assert legacy["kv_cache_quant_algo"] == "FP8"
+
+
+@pytest.mark.usefixtures("calibration")
+def test_a_stream_has_the_exports_scales(folder: Path, ranks: RankPool) -> None:
+    arguments = [f"--calibration={folder / 'ranges'}", "--kv-cache=fp8", "--format=fp8-tensor"]
+    assert export_main([str(folder / "run"), str(folder / "same"), *arguments]) == 0
+    exported = load_file(next((folder / "same").glob("*.safetensors")))
+    for found in ranks(2).run(
+        streamed, str(folder / "run" / "config.yaml"), Layout(tp=2), str(folder / "ranges")
+    ):
+        assert found.keys() == exported.keys() and sum(name.endswith(".k_scale") for name in found) == LAYERS
+        assert [name for name, tensor in exported.items() if found[name] != bytes_of(tensor)] == []
 
 
 def check_config(config: dict[str, Any], form: str) -> None:
