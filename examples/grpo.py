@@ -366,6 +366,8 @@ def parse() -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')}={value}: at least {least} is needed")
     if not 0 < options.lr < 1:
         parser.error(f"--lr={options.lr}: a number between 0 and 1 is needed")
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out={options.out} is a file: give a folder")
     if (options.out / "grpo.jsonl").exists():
         parser.error(f"--out={options.out} has grpo.jsonl: give another folder, or remove this one")
     if find_spec("transformers") is None:

@@ -49,7 +49,11 @@ def _parser() -> CheckpointParser:
     add("--seed", type=int, default=1234, help="of the draws (default %(default)s)")
     add("--activations", choices=["dynamic", "static"], default="dynamic", help="default: dynamic")
     add("--calibration", metavar="DIR", help="of --activations static (default: RUN_DIR/calibration)")
-    add("--batch-invariant", action="store_true", help="numbers that no batch changes; on CPUs, slower")
+    add(
+        "--batch-invariant",
+        action="store_true",
+        help="results do not depend on the batch (CPUs only; slower)",
+    )
     return parser
 
 

@@ -48,8 +48,8 @@ Kinds of differences:
 --accept=KIND, or KIND:GLOB of names such as 'precision:*.layers.0.*', says which differences are meant.
 
 --numbers computes log-probabilities of a text twice, by training's model and as the engine would, and splits their
-difference (KL divergence of training from the engine, Schulman's k3 of the given tokens) by cause: causes are switched on
-one after the other, and the parts add up to the whole. It is a difference if KL or k3 is above --max-kl. All of it runs
+difference (KL(engine || training), Schulman's k3 of the given tokens) by cause: causes are switched on one after the
+other, and the parts add up to the whole. It is a difference if KL or k3 is above --max-kl. All of it runs
 in one process, which needs the model, 4 bytes for each of its values, and 8 for each log-probability.
 
 Exit codes: 0 no difference beside accepted ones; 1 a difference; 2 bad input.
@@ -73,7 +73,9 @@ def main(arguments: list[str]) -> int:
     add("--numbers", action="store_true", help="compare log-probabilities too")
     add("--data", nargs="+", metavar="FILE", help="text of --numbers, as of train (default: the run's)")
     add("--tokens", type=int, metavar="N", help="about how many of it (default: 2048)")
-    add("--max-kl", type=float, metavar="NATS", help=f"mean KL and k3 that are meant (default: {_MAX_KL:g})")
+    add(
+        "--max-kl", type=float, metavar="NATS", help=f"largest mean KL and k3 accepted (default: {_MAX_KL:g})"
+    )
     parser.set_defaults(config=None)
     if "--numbers" in arguments:
         return run_command(parser, arguments, _prepare_numbers)

@@ -39,7 +39,7 @@ from ..recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-from .directory import CONFIG, Tensors, read_json
+from .directory import CONFIG, GENERATION, Tensors, read_json
 from .weight_decoder import (
     check_readable,
     check_scale,
@@ -70,6 +70,9 @@ def load_frozen(directory: str | Path, *, dtype: torch.dtype = torch.bfloat16) -
         directory: config.json and safetensors, as `megatron-fp8 export`, llm-compressor, modelopt or DeepSeek write them.
         dtype: of the other parameters, and of what reads frozen weights in high precision.
 
+    Returns:
+        The model, in evaluation mode, with the directory's generation_config.json.
+
     Raises ValueError: no weight is quantized, or by a format that cannot be read; linears have scales of different kinds;
     a tensor is missing, of another shape, unexpected or damaged (NaN).
     """
@@ -94,26 +97,33 @@ def load_frozen(directory: str | Path, *, dtype: torch.dtype = torch.bfloat16) -
         model = _empty_model(config, dtype)
         recipe = _RECIPES[next(iter(kinds))]
 
-        def not_quantized_there(name: str, _: Any) -> bool:
+        def high_precision_in_directory(name: str, _: Any) -> bool:
             return f"{name}.weight" not in quantized
 
-        convert_to_fp8(model, recipe, skip=[not_quantized_there])
+        convert_to_fp8(model, recipe, skip=[high_precision_in_directory])
         _fill(model, tensors, quantized, dtype, str(folder))
     for group in groups_of(model):
         group.frozen = True
     save_in_high_precision(model)
-    return model
+    model.config._name_or_path = model.name_or_path = str(folder)
+    if (folder / GENERATION).exists():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
 
 
 def _empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
     """The model with parameters on the meta device and real buffers."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     plain = {
         k: v for k, v in config.items() if k not in ("quantization_config", "compression_config", "auto_map")
     }
-    kind = plain.pop("model_type")
+    kind = plain.pop("model_type", None)
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"config.json has model_type={kind!r}, which this transformers does not know.")
     with init_empty_weights(include_buffers=False):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **plain), dtype=dtype)
 

@@ -69,6 +69,12 @@ def check_batch_invariant(model: torch.nn.Module, linears: list[Any], *, static:
             f"batch_invariant=True on {device}: torch's GEMMs choose kernels by the number of rows there, and"
             " only CPUs have fixed ones: move the model to the CPU, or leave the option out"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
+            raise ValueError(
+                f"batch_invariant=True with {name} ({type(module).__name__}): torch's recurrent kernels depend on the"
+                " batch: leave the option out"
+            )
     config = getattr(model, "config", None)
     for name in ("tensor_model_parallel_size", "expert_model_parallel_size"):
         if (size := getattr(config, name, 1)) not in (1, None):

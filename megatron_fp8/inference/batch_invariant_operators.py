@@ -25,8 +25,13 @@ class BatchInvariantMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs an operator by its table's entry, if there is one."""
+        """Runs an operator by its table's entry, if there is one. Raises ValueError for those of ``_REFUSED``."""
         kwargs = kwargs or {}
+        if func.overloadpacket in _REFUSED:
+            raise ValueError(
+                f"{func} under batch_invariant=True: its kernel depends on the batch, and is not replaced:"
+                f" {_REFUSED[func.overloadpacket]}"
+            )
         run = _TABLE.get(func.overloadpacket)
         if run is not None and "out" not in kwargs and isinstance(args[0], torch.Tensor):
             return run(func, *args, **kwargs)
@@ -95,6 +100,11 @@ def _mm(func: Operator, a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None)
     return matmul_batch_invariant(a, b.t(), out_dtype or a.dtype)
 
 
+def _mv(func: Operator, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] @ b [K]."""
+    return matmul_batch_invariant(a, b.unsqueeze(0), a.dtype).squeeze(1)
+
+
 def _linear(
     func: Operator, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -140,6 +150,7 @@ _POINTWISE = (
 # fmt: on
 _TABLE: dict[Any, Operator] = {
     aten.mm: _mm,
+    aten.mv: _mv,
     aten.linear: _linear,
     aten.addmm: _addmm,
     aten.bmm: _bmm,
@@ -153,3 +164,11 @@ _TABLE: dict[Any, Operator] = {
     **{getattr(aten, name): _pointwise for name in _POINTWISE},
     **{getattr(aten, f"{name}_"): _pointwise for name in _POINTWISE if hasattr(aten, f"{name}_")},
 }
+_FAST_PATH = "call torch.backends.mha.set_fastpath_enabled(False) first"
+_REFUSED: dict[Any, str] = {
+    aten._transformer_encoder_layer_fwd: _FAST_PATH,
+    aten._native_multi_head_attention: _FAST_PATH,
+    aten._trilinear: "nn.Bilinear cannot be used",
+    aten.addmv: "write it as a matrix-vector product and a sum",
+}
+"""Operators that choose kernels by the batch -> the remedy."""

@@ -277,7 +277,7 @@ def grouped_block_matmul(
     )
     tma = has_tma() and codes_whole
     if tma:  # each program writes its descriptors to memory, which Triton asks for at the launch
-        triton.set_allocator(lambda size, alignment, stream: first.new_empty(size, dtype=torch.int8))
+        triton.set_allocator(_scratch)
 
     def launch(stages: int) -> None:
         _grouped_block_matmul[(sum(tiles),)](
@@ -288,6 +288,11 @@ def grouped_block_matmul(
         )  # fmt: skip
 
     launch_with_room(launch, first.device)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory for Triton on the current device, int8 [size]."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _places(tiles: list[int]) -> torch.Tensor:

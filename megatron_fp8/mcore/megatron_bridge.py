@@ -7,7 +7,7 @@ parallel ranks it takes a rank's number for the model's. Its export reads FP8 we
 ``install()`` both names work, and an export has the values of a checkpoint: masters rounded to the weight's dtype.
 
 It imports Transformer Engine at its top, for adapters. Where that is not installed, ``install()`` imports it with names
-that fail when they are called; they are gone afterwards, since Megatron-Core asks for them.
+that fail when they are called; they are gone afterwards, and Megatron-Core's modules that saw them are told so.
 """
 
 from __future__ import annotations
@@ -69,10 +69,14 @@ def _absent_names() -> Iterator[None]:
     parent, child = (ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch"))
     child.__getattr__ = partial(getattr, _AbsentName)  # type: ignore[method-assign]
     parent.pytorch = child  # type: ignore[attr-defined]
+    before = set(sys.modules)
     sys.modules.update({module.__name__: module for module in (parent, child)})
     try:
         yield
     finally:
+        for name in sys.modules.keys() - before:
+            if name.startswith("megatron.core.") and getattr(sys.modules[name], "HAVE_TE", False) is True:
+                sys.modules[name].HAVE_TE = False  # type: ignore[attr-defined]
         for module in (parent, child):
             sys.modules.pop(module.__name__, None)
 

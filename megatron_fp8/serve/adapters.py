@@ -134,7 +134,7 @@ def _check(name: str, layer: Any, adapters: list[str]) -> None:
 def adapter_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of the active adapter alone, under the names of PEFT's adapter_model.safetensors.
 
-    Raises ValueError: the model is not one of PEFT with one active adapter.
+    Raises ValueError: the model is not one of PEFT with one active adapter, or that is merged or disabled.
     """
     wrapped = hasattr(model, "peft_config") and hasattr(
         model, "get_base_model"
@@ -145,6 +145,15 @@ def adapter_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             f"format='lora' of {type(model).__name__} with active adapters {active!r}: a model of get_peft_model with one"
             " active adapter is needed (set_adapter)."
         )
+    for layer in model.modules():
+        if (
+            active[0] in getattr(layer, "merged_adapters", ())
+            or getattr(layer, "disable_adapters", None) is True
+        ):
+            raise ValueError(
+                f"format='lora': the adapter {active[0]!r} is merged or disabled: an engine would add it to a weight that"
+                " has it, or that training does not change: call unmerge_adapter() or enable_adapter_layers()."
+            )
     from peft import get_peft_model_state_dict
 
     state: Mapping[str, torch.Tensor] = get_peft_model_state_dict(

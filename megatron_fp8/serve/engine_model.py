@@ -97,10 +97,16 @@ class EngineTensors(Tensors):
 
 @dataclass(frozen=True)
 class KvCache:
-    """A quantized KV cache: its format, and each layer's scales of keys and of values."""
+    """A quantized KV cache.
+
+    Attributes:
+        scales: each layer's, of keys and of values.
+        in_bf16: scales and decoded values are in keys' dtype, as compressed-tensors has them; else float32.
+    """
 
     fmt: FloatFormat
     scales: Sequence[tuple[float, float]]
+    in_bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ def _read(
             weights,
             others,
             _casts(engine, quantization, sites, in_engine, tensors),
-            _cache(source, kv_cache_format(quantization, kv_cache_dtype), tensors),
+            _cache(source, kv_cache_format(quantization, kv_cache_dtype), tensors, in_bf16=dtype is not None),
             router_dtype(engine, architecture_of(config).name),
             norm_rounds_twice(engine),
         )
@@ -253,7 +259,9 @@ def _input_scale(linear: str, tensors: Tensors) -> torch.Tensor:
     return found
 
 
-def _cache(source: Source, fmt: FloatFormat | None, tensors: Tensors) -> KvCache | None:
+def _cache(
+    source: Source, fmt: FloatFormat | None, tensors: Tensors, *, in_bf16: bool = False
+) -> KvCache | None:
     if fmt is None:
         return None
     if source.section.get("multi_latent_attention"):
@@ -262,14 +270,23 @@ def _cache(source: Source, fmt: FloatFormat | None, tensors: Tensors) -> KvCache
         )
     names = tensors.names()
 
-    def scale(layer: int, letter: str) -> float:
+    def scale(layer: int, letter: str) -> float | None:
         attention = f"model.layers.{layer}.self_attn"
         for name in (f"{attention}.{letter}_scale", f"{attention}.{letter}_proj.{letter}_scale"):
             if name in names:
-                return float(tensors[name].float())
-        return 1.0  # engines' default
+                found = tensors[name].float()
+                if found.numel() != 1 or not bool((found.isfinite() & (found > 0)).all()):
+                    raise ValueError(f"{name} is not one finite number above 0.")
+                return float(found)
+        return None
 
-    return KvCache(fmt, [(scale(n, "k"), scale(n, "v")) for n in range(source.section["num_layers"])])
+    scales = []
+    for layer in range(source.section["num_layers"]):
+        keys, values = scale(layer, "k"), scale(layer, "v")
+        if (keys is None) != (values is None):
+            raise ValueError(f"layer {layer} has a scale of keys or of values alone.")
+        scales.append((keys or 1.0, values or 1.0))  # 1: engines' default
+    return KvCache(fmt, scales, in_bf16)
 
 
 # ------------------------------------------------------------------------------------------------------ in a live model
@@ -334,9 +351,7 @@ def quantized_cache(model: Any, cache: KvCache) -> Iterator[None]:
     """Context in which attention reads keys, rotated, and values as the cache returns them."""
     layers = unwrap(model).decoder.layers
     hooks = [
-        layer.self_attention.core_attention.register_forward_pre_hook(
-            partial(_through_cache, cache.fmt, scales)
-        )
+        layer.self_attention.core_attention.register_forward_pre_hook(partial(_through_cache, cache, scales))
         for layer, scales in zip(layers, cache.scales, strict=True)
     ]
     try:
@@ -347,13 +362,15 @@ def quantized_cache(model: Any, cache: KvCache) -> Iterator[None]:
 
 
 def _through_cache(
-    fmt: FloatFormat, scales: tuple[float, float], module: Any, args: tuple[Any, ...]
+    cache: KvCache, scales: tuple[float, float], module: Any, args: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     query, key, value, *rest = args
-    return (query, *(_rounded(x, fmt, s) for x, s in zip((key, value), scales, strict=True)), *rest)
+    return (query, *(_rounded(x, cache, s) for x, s in zip((key, value), scales, strict=True)), *rest)
 
 
-def _rounded(x: torch.Tensor, fmt: FloatFormat, scale: float) -> torch.Tensor:
+def _rounded(x: torch.Tensor, cache: KvCache, scale: float) -> torch.Tensor:
     """x, of any shape, cast with a scale and back. NaN stays, Inf saturates."""
-    codes = (x.float() / scale).clamp(-fmt.max, fmt.max).to(fmt.dtype)
-    return (codes.float() * scale).to(x.dtype)
+    fmt, dtype = cache.fmt, x.dtype if cache.in_bf16 else torch.float32
+    factor = torch.tensor(scale, dtype=dtype, device=x.device)
+    codes = (x.to(dtype) / factor).clamp(-fmt.max, fmt.max).to(fmt.dtype)
+    return (codes.to(dtype) * factor).to(x.dtype)

@@ -56,7 +56,7 @@ class Part:
     """What a cause adds to the difference from training: means over tokens, in nats.
 
     Attributes:
-        kl: KL divergence of training from the engine, over the whole vocabulary.
+        kl: KL(engine || training), over the whole vocabulary.
         k3: Schulman's estimator of it from the given tokens: r - 1 - log r, r being training's probability over the
             engine's.
         absolute, difference: of the tokens' log-probabilities, the engine's minus training's.

@@ -76,7 +76,7 @@ class MegatronSource:
 
         model = unwrap(chunks[0])
         self.section = megatron_section(model, state_of(model.config).guard)
-        self._dtype: torch.dtype = model.config.params_dtype
+        self.dtype: torch.dtype = model.config.params_dtype
         self._bucket_bytes = bucket_bytes
         self._weights = LiveWeights(chunks)
         self._rank, self._ranks = (dist.get_rank() if size(None) > 1 else 0), size(None)
@@ -108,7 +108,7 @@ class MegatronSource:
             self._gather(self._coming())
         self._next += 1
         found = self._held.pop(name)
-        return found if as_stored else found.to(self._dtype)
+        return found if as_stored else found.to(self.dtype)
 
     def _coming(self) -> list[str]:
         """The next tensors to read, as many as fit into a bucket."""
@@ -179,7 +179,7 @@ class ConvertedSource:
             if all(part in self._tensors for part in entry.parts):
                 self._entries.setdefault(entry.megatron, entry)
         self._rest = self._tensors.keys() - {part for e in self._entries.values() for part in e.parts}
-        self._dtype = next(t.dtype for t in self._tensors.values() if t.is_floating_point())
+        self.dtype = next(t.dtype for t in self._tensors.values() if t.is_floating_point())
         linears = {name: module for name, module in plain.modules.items() if isinstance(module, Fp8Layer)}
         self.recipe: Recipe | None = next((m.fp8_config.resolved_recipe for m in linears.values()), None)
         parts = {e.site: [p.removesuffix(".weight") for p in e.parts] for e in listed if e.site is not None}
@@ -216,7 +216,7 @@ class ConvertedSource:
         entry = self._entries[name]
         parts = [self._value(part) for part in entry.parts]
         found = join_qkv(parts[0], parts[1], parts[2], heads_of(self.section)) if entry.qkv else parts[0]
-        return found if as_stored else found.to(self._dtype)
+        return found if as_stored else found.to(self.dtype)
 
     def _value(self, part: str) -> torch.Tensor:
         exact = self._plain.exact(part, self._tensors[part])

@@ -58,7 +58,8 @@ def weight_stream(
             convert_to_fp8 or without, sharded by FSDP or not, with adapters or without.
         format: 'bf16' (the model's dtype), 'fp8-tensor', 'fp8-channel', 'fp8-block', 'mxfp8', 'nvfp4' or
             'nvfp4-modelopt', 'mxfp8-modelopt'. Or 'lora': the active adapter alone, under PEFT's names, which vLLM's and
-            SGLang's loaders of adapters read beside ``model.peft_config[...].to_dict()``; the options have no effect.
+            SGLang's loaders of adapters read beside ``model.peft_config[...].to_dict()`` (vLLM refuses DoRA and
+            modules_to_save: stream those merged); the options have no effect.
         bucket_bytes: bytes of Megatron-Core's tensors that are gathered at a time.
         ignore: globs over Hugging Face names of linears to leave in high precision.
         quantize_all: quantize linears too that training keeps in BF16.
@@ -133,19 +134,24 @@ def save_quantized(
     if dist.is_initialized() and dist.get_rank() != 0:
         deque(plan.tensors(), maxlen=0)  # takes part in rank 0's gathers
         return []
-    inner = source.model
-    config = {**inner.config.to_dict(), "architectures": [source.family]}
+    inner, tensors = source.model, plan.tensors()
+    dtype = str(source.dtype).removeprefix("torch.")
+    config = {**inner.config.to_dict(), "architectures": [source.family], "dtype": dtype}
     config.pop("quantization_config", None)
-    with new_directory(Path(directory)) as folder:
-        if form is not None:
-            about = form, plan.ignored(), form.input_scale is not None and calibration is not None
-            config["quantization_config"] = quantization_config(*about)
-            if form.method == "modelopt":
-                write_json(folder / "hf_quant_config.json", hf_quant_config(*about))
-        files = write_tensors(folder, plan.tensors(), _SHARD_BYTES)
-        write_json(folder / CONFIG, config)
-        if (generation := getattr(inner, "generation_config", None)) is not None:
-            write_json(folder / GENERATION, generation.to_diff_dict())
+    try:
+        with new_directory(Path(directory)) as folder:
+            if form is not None:
+                about = form, plan.ignored(), form.input_scale is not None and calibration is not None
+                config["quantization_config"] = quantization_config(*about)
+                if form.method == "modelopt":
+                    write_json(folder / "hf_quant_config.json", hf_quant_config(*about))
+            files = write_tensors(folder, tensors, _SHARD_BYTES)
+            write_json(folder / CONFIG, config)
+            if (generation := getattr(inner, "generation_config", None)) is not None:
+                write_json(folder / GENERATION, generation.to_diff_dict())
+    except BaseException:
+        deque(tensors, maxlen=0)  # other ranks wait in its gathers
+        raise
     return files
 
 

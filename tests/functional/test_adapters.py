@@ -367,3 +367,7 @@ def test_refused_adapters() -> None:
     for model in (base(), inside):
         with pytest.raises(ValueError, match="format='lora' of Qwen3ForCausalLM with active adapters None"):
             weight_stream(model, "lora")
+    disabled = adapted()
+    disabled.base_model.disable_adapter_layers()
+    with pytest.raises(ValueError, match="'default' is merged or disabled"):
+        weight_stream(disabled, "lora")

@@ -76,6 +76,7 @@ ELSEWHERE = {
     "house": "tests/unit/benchmarks/test_house.py",
     "instructions": "tests/unit/benchmarks/test_instructions.py",
     "kills": "tests/functional/test_kills.py",
+    "megatron_sources": "tests/unit/benchmarks/test_megatron_sources.py",
     "mutants": "tests/unit/benchmarks/test_mutants.py",
     "options": "tests/unit/docs/test_options.py",
     "param_bytes": "tests/functional/test_fp8_param_bytes.py",

@@ -32,6 +32,7 @@ NOT_HERE = {
     r"megatron-fp8 estimate .*bench.json": "needs what a bench wrote: tests/unit/estimate and benchmarks/roofline.py",
     r"megatron-fp8 (import|export|train) .*runs/llama": "needs a downloaded model: tests/functional/test_hf_fp8.py",
     r"kubectl ": "needs a cluster: tests/unit/examples/test_kubernetes.py looks at the files",
+    r"python examples/grpo.py": "takes minutes: tests/functional/test_grpo_example.py",
     r"bash examples/reshard.sh": "trains three times: tests/functional/test_checkpoint_example.py",
     r"megatron-fp8 train --config my.yaml": "needs a GPU's table of sizes: tests/functional/test_size_filter.py",
 }

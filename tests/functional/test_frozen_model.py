@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +122,18 @@ def test_refused(plain: Any, tmp_path: Path) -> None:
     save_quantized(plain, tmp_path / "bf16")
     with pytest.raises(ValueError, match="has no quantized weight"):
         load_frozen(tmp_path / "bf16")
+    config = json.loads((tmp_path / "missing" / "config.json").read_text())
+    (tmp_path / "missing" / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
+    with pytest.raises(ValueError, match="model_type='unheard_of'"):
+        load_frozen(tmp_path / "missing")
+
+
+def test_a_loaded_model_is_as_from_pretrained_gives_it(plain: Any, tmp_path: Path) -> None:
+    """In evaluation mode, with the folder's generation_config.json and name; config.json has the dtype of the weights."""
+    model = copy.deepcopy(plain).float()
+    model.generation_config.eos_token_id = [2, 7]
+    save_quantized(model, tmp_path / "out", "fp8-channel")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    found = load_frozen(tmp_path / "out")
+    assert not found.training and found.generation_config.eos_token_id == [2, 7]
+    assert found.config._name_or_path == found.name_or_path == str(tmp_path / "out")

@@ -182,6 +182,13 @@ def test_parity_reads_the_same_scales(folder: Path, calibration: Calibration) ->
             tuple(calibration.kv_scale_inv(ATTENTION.format(n), role).item() for role in ("key", "value"))
             for n in range(LAYERS)
         ]
+        name = next(name for name in tensors if name.endswith(".k_scale"))
+        for value, words in ((-1.0, "not one finite number"), (None, "of keys or of values alone")):
+            damaged = type(reader)({**tensors, name: torch.tensor(value or 1.0)})
+            if value is None:
+                del damaged[name]
+            with pytest.raises(ValueError, match=words):
+                _cache(source, E4M3, damaged)
 
 
 @pytest.mark.parametrize("form", ["mxfp8", "nvfp4-modelopt"])
@@ -225,3 +232,18 @@ def test_what_has_no_scales_is_refused(
         assert export_main([str(folder / "run"), str(folder / "refused"), *arguments]) == 2, words
         assert words in capsys.readouterr().err
         assert not (folder / "refused").exists()
+
+
+def test_a_cache_of_transformers_is_emulated_in_bf16() -> None:
+    """compressed-tensors holds scales, divides and multiplies in the dtype of keys."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+
+    from megatron_fp8.numerics.formats import E4M3
+    from megatron_fp8.serve.engine_model import KvCache, _rounded
+
+    x, scale = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16() * 9, 0.0123
+    arguments = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
+    theirs = fake_quantize(x, torch.tensor([scale]).bfloat16(), torch.zeros(1).bfloat16(), arguments)
+    assert torch.equal(_rounded(x, KvCache(E4M3, [], in_bf16=True), scale), theirs)
+    assert not torch.equal(_rounded(x, KvCache(E4M3, []), scale), theirs)

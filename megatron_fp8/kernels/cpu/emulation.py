@@ -71,7 +71,7 @@ def usable(x: torch.Tensor) -> bool:
     The bits are the same with and without them.
     """
     least = 1 if _load.cache_info().currsize else MIN_ELEMENTS
-    return x.numel() >= least and readable(x) and x.is_contiguous() and _load()[1] is None
+    return x.numel() >= least and readable(x) and x.is_contiguous() and reason() is None
 
 
 def plain(x: torch.Tensor) -> bool:

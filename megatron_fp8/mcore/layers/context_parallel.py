@@ -49,9 +49,12 @@ def hidden_keys(
     """
     rank, size, n = dist.get_rank(group), dist.get_world_size(group), length // 2
     rows = torch.cat(
-        [torch.arange(chunk * n, (chunk + 1) * n, device=device) for chunk in (rank, 2 * size - 1 - rank)]
+        [
+            torch.arange(chunk * n, (chunk + 1) * n, dtype=torch.int64, device=device)
+            for chunk in (rank, 2 * size - 1 - rank)
+        ]
     ).unsqueeze(1)
-    columns = torch.arange(length * size, device=device)
+    columns = torch.arange(length * size, dtype=torch.int64, device=device)
     before, after = (length * size, 0) if window is None else window
     return ((columns < rows - before) | (columns > rows + after))[None, None]
 

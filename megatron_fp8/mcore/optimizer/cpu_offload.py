@@ -89,8 +89,8 @@ def set_master(original: Callable[..., None], self: Any, model_param: Any, tenso
     group, order = self.model_param_group_index_map[model_param]
     master = hybrid.param_groups[group]["params"][order]
     held = {"param": master, **hybrid.state[master]}
-    for name, value in tensors.items():
-        held[name].copy_(value)
+    for name in held.keys() - {"step", "master_param"}:
+        held[name].copy_(tensors[name])
     inner = hybrid.state[master]["master_param"] = hybrid.param_to_inner_param[master]
     if inner is not master:
         inner.data.copy_(master)

@@ -85,7 +85,7 @@ def check_and_clear(
             f" DistributedDataParallelConfig's is {ddp.reuse_grad_buf_for_mxfp8_param_ag}: one would gather what the"
             " other does not fill. Give both the same value."
         )
-    if isinstance(optimizer, HybridDeviceOptimizer):
+    if isinstance(optimizer, HybridDeviceOptimizer) and "betas" in optimizer.defaults:  # Adam's moments
         init_state_fn = create_moments
     original(self, optimizer, config, grad_scaler, init_state_fn, model_chunks, *args, **kwargs)
     for param in _fp8_params_of(self):

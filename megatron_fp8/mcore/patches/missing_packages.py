@@ -37,11 +37,11 @@ without_te = PatchList()
     "a fused kernel that is not installed ends the first forward with ModuleNotFoundError, or the config with an error",
 )
 def without_missing_fusions(original: Callable[[Any], None], self: Any) -> None:
-    """Switches off, with a warning, fused kernels that this machine lacks: the unfused operators compute the same."""
+    """Switches off, with a warning, fused kernels that this machine lacks: unfused operators differ in rounding alone."""
     for name, (without, needs) in compat.missing_fusions(self).items():
         warnings.warn(
             f"{name}={getattr(self, name)!r} needs {needs}, and this machine lacks it: {name}={without!r} is used, which"
-            " computes the same",
+            " computes the same, up to rounding",
             UserWarning,
             stacklevel=4,
         )

@@ -219,3 +219,27 @@ def test_what_cannot_be_is_refused_before_anything_changes(recipe: Any, device: 
         prepare_for_inference(model, batch_invariant=True)
     assert model[1].weight.dtype == torch.bfloat16 and type(model[1].weight) is nn.Parameter
     assert not model._forward_pre_hooks
+
+
+def test_products_with_a_vector() -> None:
+    x, v = torch.randn(ROWS, 7, 240, generator=torch.Generator().manual_seed(0)), torch.randn(240)
+    with torch.no_grad(), BatchInvariantMode():
+        whole, alone = (torch.stack([rows.view(-1, 240) @ v]) for rows in (x, x[4:5]))
+    assert_same_bytes(alone[0], whole[0, 28:35])
+
+
+def test_operators_that_depend_on_the_batch_are_refused() -> None:
+    """torch's fast path of encoders is one operator, with kernels that choose by the batch."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 1).eval()
+    make_batch_invariant(encoder)
+    x = torch.randn(9, 7, 64)
+    with torch.no_grad(), pytest.raises(ValueError, match="set_fastpath_enabled"):
+        encoder(x)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            assert_same_bytes(encoder(x[4:5]), encoder(x)[4:5])
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    with pytest.raises(ValueError, match=r"0 \(GRU\)"):
+        make_batch_invariant(nn.Sequential(nn.GRU(8, 8)))
