@@ -45,7 +45,7 @@ def recorded_routing(model: Any) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def replayed_routing(model: Any, choices: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Context of one forward, without a backward, in which tokens go to these experts: each router's int64 [tokens, topk]."""
+    """Context of a forward without backward: tokens go to these experts, each router's int64 [tokens, topk]."""
     with _attached(model, RouterReplayAction.REPLAY_FORWARD) as replays:
         for replay, of_router in zip(replays, choices, strict=True):
             replay.set_target_indices(of_router)
