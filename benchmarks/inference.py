@@ -126,7 +126,12 @@ def main() -> int:
     parser = argument_parser((__doc__ or "").splitlines()[0], repetitions=15)
     parser.add_argument("--ggml", type=Path, help="folder of a build of ggml with shared libraries")
     parser.add_argument("--only", choices=("gpt", "linears"), help="one of the two tables")
+    size = inference_linears.K, inference_linears.N, inference_linears.LAYERS
+    parser.add_argument(
+        "--size", nargs=3, type=int, metavar=("K", "N", "LAYERS"), default=size, help="of the linears"
+    )
     args = parser.parse_args()
+    inference_linears.K, inference_linears.N, inference_linears.LAYERS = args.size
     torch.set_num_threads(args.threads)
     keep_memory()
     clock, measured = clock_of(args)

@@ -1,7 +1,7 @@
 """Linears alone, with weights that come from memory: FP8 against BF16, torchao and ggml. A part of inference.py.
 
-LAYERS linears of 2048 x 5632 are multiplied one after the other by the same tokens, so a weight was long gone from the
-caches when its turn comes again. Contenders take turns.
+LAYERS linears (24 of 2048 x 5632, or ``--size``) are multiplied one after the other by the same tokens, so a weight was
+long gone from the caches when its turn comes again. Contenders take turns.
 
 * torch BF16: ``torch.nn.Linear``.
 * this package: the same linears converted and prepared, activations quantized too.
