@@ -120,7 +120,7 @@ def _prepare_numbers(options: argparse.Namespace, _: list[str], launch: Any) -> 
     mcore.install()
     from ..diagnosis.replay import other_shards
     from ..mcore.sites import fp8_linears
-    from ..serve.numbers import check_size
+    from ..serve.log_probs import check_size
     from ..train.resume.restore import restore
 
     restored = restore(options.run, launch, [])
@@ -132,7 +132,7 @@ def _prepare_numbers(options: argparse.Namespace, _: list[str], launch: Any) -> 
     found.notes += [*restored.lines, *([shards] if shards else [])]
 
     def work() -> int:
-        from ..serve.numbers import add_numbers
+        from ..serve.log_probs import add_numbers
 
         cache = options.kv_cache_dtype
         add_numbers(found, source, Path(options.directory), restored, rows, max_kl, cache, with_progress)

@@ -129,7 +129,7 @@ class WeightSource(Protocol):
     origin: SourceMetadata
 
     @property
-    def unrounded(self) -> Set[str]:
+    def exact_weights(self) -> Set[str]:
         """Tensors whose float32 values are quantized without rounding to the model's dtype first."""
 
     @property
@@ -170,7 +170,7 @@ class Source:
     notes: list[str]
     origin: SourceMetadata = field(default_factory=SourceMetadata)
 
-    unrounded = frozenset[str]()
+    exact_weights = frozenset[str]()
 
     @property
     def label(self) -> str:

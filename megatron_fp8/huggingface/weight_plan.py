@@ -118,7 +118,7 @@ class WeightPlan:
         self.came = {
             entry.megatron for entry in self.listed if in_blocks and came_as_blocks(source, entry)
         } - self.stays
-        self._unrounded = set() if form is None else source.unrounded - self.stays
+        self._exact_weights = set() if form is None else source.exact_weights - self.stays
         self.kv_scales = _kv_scales(wanted, self.sites)
         self._floats = self.stays.intersection(source.origin.floats) if in_blocks else set()
 
@@ -146,7 +146,9 @@ class WeightPlan:
         source = self._source
         for entry in listed:
             name = entry.megatron
-            exact = entry.as_stored or name in self.came or name in self._floats or name in self._unrounded
+            exact = (
+                entry.as_stored or name in self.came or name in self._floats or name in self._exact_weights
+            )
             tensor = source.tensor(name, as_stored=exact)
             if name in self._floats:
                 tensor = tensor.to(source.origin.dtype(name))

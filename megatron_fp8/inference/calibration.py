@@ -34,7 +34,7 @@ from ..numerics.scaling import compute_scale, compute_scale_inv
 from ..plan.autocast_state import fp8_disabled
 from ..state.collectives import checked_group
 from .kv_cache import ROLES, attentions, recording_keys_and_values
-from .magnitudes import Seen, merge_ranks
+from .magnitudes import MagnitudeCounts, merge_ranks
 
 FORMAT, VERSION = "megatron_fp8 calibration", 1
 TENSORS, RECORD = "calibration.safetensors", "calibration.json"
@@ -326,10 +326,10 @@ def calibrate(
     modes, count = [(module, module.training) for module in model.modules()], 0
     model.eval()
     try:
-        cached: dict[str, tuple[Seen, tuple[int, int]]] = {}
+        cached: dict[str, tuple[MagnitudeCounts, tuple[int, int]]] = {}
         cores = attentions(model)
         for core in cores:
-            cached |= {f"{core.name}.{role}": (Seen(), core.shape) for role in ROLES}
+            cached |= {f"{core.name}.{role}": (MagnitudeCounts(), core.shape) for role in ROLES}
         with (
             fp8_disabled("calibration looks at high precision"),
             recording_keys_and_values({name: one for name, (one, _) in cached.items()}, cores),
@@ -338,7 +338,7 @@ def calibrate(
             for batch in batches:
                 run(batch)
                 count += 1
-            weights = [Seen() for _ in linears]
+            weights = [MagnitudeCounts() for _ in linears]
             for weight, linear in zip(
                 weights, linears, strict=True
             ):  # in evaluation mode: computing a parametrised weight in training may change it
@@ -369,9 +369,9 @@ def _forward_of(model: torch.nn.Module) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def _recording_inputs(linears: list[Any]) -> Iterator[dict[str, Seen]]:
+def _recording_inputs(linears: list[Any]) -> Iterator[dict[str, MagnitudeCounts]]:
     """Records the inputs of these linears, by site name."""
-    seen = {linear.fp8_site.plan.name: Seen() for linear in linears}
+    seen = {linear.fp8_site.plan.name: MagnitudeCounts() for linear in linears}
 
     def watch(linear: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen[linear.fp8_site.plan.name].add(args[0] if args else next(iter(kwargs.values())))
@@ -384,7 +384,7 @@ def _recording_inputs(linears: list[Any]) -> Iterator[dict[str, Seen]]:
             hook.remove()
 
 
-def _range(seen: Seen, percentile: float | None, shape: tuple[int, int]) -> Range:
+def _range(seen: MagnitudeCounts, percentile: float | None, shape: tuple[int, int]) -> Range:
     largest = max(seen.amaxes, default=0.0)
     amax = largest if percentile is None else min(largest, seen.percentile(percentile))
     statistics = {

@@ -20,7 +20,7 @@ _MAGNITUDES = 0x7F80  # number of finite bfloat16 magnitudes: bit patterns 0 to 
 
 
 @dataclass
-class Seen:
+class MagnitudeCounts:
     """Statistics of one linear's input.
 
     Attributes:
@@ -63,7 +63,7 @@ class Seen:
         return float(self.counts[bits + 1 :].sum()) / total if total else 0.0
 
 
-def merge_ranks(seen: Seen, group: Any) -> Seen:
+def merge_ranks(seen: MagnitudeCounts, group: Any) -> MagnitudeCounts:
     """Merges the statistics of all ranks of a group."""
     if group is None or dist.get_world_size(group) == 1:
         return seen
@@ -76,4 +76,4 @@ def merge_ranks(seen: Seen, group: Any) -> Seen:
     dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
     counts = torch.cat([seen.counts, seen.counts.new_tensor([seen.nonfinite])]).to(device)
     dist.all_reduce(counts, op=dist.ReduceOp.SUM, group=group)
-    return Seen(amaxes.tolist(), counts[:-1].cpu(), int(counts[-1]))
+    return MagnitudeCounts(amaxes.tolist(), counts[:-1].cpu(), int(counts[-1]))

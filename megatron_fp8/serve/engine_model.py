@@ -40,7 +40,7 @@ from .engine_rules import (
 from .engine_site import STATIC, InputCast, input_cast
 
 
-class OtherModel(ValueError):
+class UnreadableDirectory(ValueError):
     """The directory cannot be loaded, or its model is none that training's weights fit."""
 
 
@@ -151,12 +151,12 @@ def read_engine_model(
         source: the run's checkpoint.
         padded_vocab_size: rows of the embedding in the model that will compute it.
 
-    Raises OtherModel: the engine could not load it, or Megatron-Core cannot compute it.
+    Raises UnreadableDirectory: the engine could not load it, or Megatron-Core cannot compute it.
     """
     try:
         return _read(source, directory, engine, padded_vocab_size, kv_cache_dtype)
     except ValueError as error:
-        raise OtherModel(str(error)) from error
+        raise UnreadableDirectory(str(error)) from error
 
 
 def _read(

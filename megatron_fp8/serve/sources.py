@@ -68,7 +68,7 @@ class MegatronSource:
 
     label = "the model"
     origin = SourceMetadata()
-    unrounded = frozenset[str]()
+    exact_weights = frozenset[str]()
 
     def __init__(self, chunks: list[Any], bucket_bytes: int) -> None:
         from ..mcore.checkpoint.live_weights import LiveWeights
@@ -186,7 +186,7 @@ class ConvertedSource:
         in_bf16 = [site for site, names in parts.items() if not all(name in linears for name in names)]
         if linears:
             self.section |= {"fp8": "hybrid", "fp8_overrides": dict.fromkeys(in_bf16, "bf16")}
-        self.unrounded = {
+        self.exact_weights = {
             entry.megatron
             for entry in listed
             if any(

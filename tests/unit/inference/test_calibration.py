@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8.inference import prepare_for_inference
-from megatron_fp8.inference.calibration import RECORD, TENSORS, Seen, calibrate, load_calibration
+from megatron_fp8.inference.calibration import RECORD, TENSORS, MagnitudeCounts, calibrate, load_calibration
 from megatron_fp8.kernels.cast_dispatch import cast
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_step
 from megatron_fp8.numerics.formats import E4M3
@@ -29,7 +29,7 @@ def batches(count: int = 3) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("percent", [1e-9, 1, 50, 99, 99.9, 99.99, 100])
 def test_percentiles_are_those_of_all_values(percent):
-    seen, parts = Seen(), [x.reshape(-1) for x in batches()]
+    seen, parts = MagnitudeCounts(), [x.reshape(-1) for x in batches()]
     for part in parts:
         seen.add(part)
     values = np.sort(torch.cat(parts).abs().float().numpy())
@@ -39,16 +39,20 @@ def test_percentiles_are_those_of_all_values(percent):
 
 
 def test_values_that_are_not_finite_are_counted_and_enter_nothing():
-    seen = Seen()
+    seen = MagnitudeCounts()
     seen.add(torch.tensor([1.0, -3.0, torch.nan, torch.inf, -torch.inf, 0.0]))
     seen.add(torch.tensor([torch.nan]))
     seen.add(torch.empty(0, 4))
     assert (seen.amaxes, seen.nonfinite, int(seen.counts.sum())) == ([3.0, 0.0, 0.0], 4, 3)
-    assert seen.percentile(100) == 3.0 and Seen().percentile(50) == 0.0 and Seen().above(1.0) == 0.0
+    assert (
+        seen.percentile(100) == 3.0
+        and MagnitudeCounts().percentile(50) == 0.0
+        and MagnitudeCounts().above(1.0) == 0.0
+    )
 
 
 def test_float32_maxima_are_exact_beyond_bfloat16():
-    seen, top = Seen(), torch.finfo(torch.float32).max
+    seen, top = MagnitudeCounts(), torch.finfo(torch.float32).max
     seen.add(torch.tensor([top, 1.0000001]))
     assert seen.amaxes == [top] and seen.percentile(100) == torch.finfo(torch.bfloat16).max
     assert seen.percentile(50) == 1.0

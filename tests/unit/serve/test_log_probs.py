@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fp8.mcore.routing_replay import flipped
-from megatron_fp8.serve.numbers import _Measured, check_size
+from megatron_fp8.serve.log_probs import _Measured, check_size
 from megatron_fp8.serve.parity import Numbers, Parity, Part
 
 OURS = torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]], dtype=torch.float64)

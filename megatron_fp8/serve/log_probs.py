@@ -44,7 +44,7 @@ from ..train.config.model_section import transformer_config
 from ..train.model import EXCLUDED_WEIGHTS, build_model
 from .engine_model import (
     EngineModel,
-    OtherModel,
+    UnreadableDirectory,
     engine_rounding,
     load_others,
     quantized_cache,
@@ -178,7 +178,7 @@ class _Chain:
     def _rebuild(self, changes: Mapping[str, Any]) -> None:
         """Replaces the model by one with other settings and training's weights.
 
-        Raises OtherModel if these weights are not such a model's.
+        Raises UnreadableDirectory if these weights are not such a model's.
         """
         run = copy.deepcopy(self._restored.run)
         for name, value in changes.items():
@@ -190,7 +190,9 @@ class _Chain:
             left_out = (*EXCLUDED_WEIGHTS, *self._engine.lacks)
             load_weights(self._restored.folder, self.model, left_out=left_out)
         except ValueError as error:
-            raise OtherModel(f"config.json describes a model without training's weights: {error}") from error
+            raise UnreadableDirectory(
+                f"config.json describes a model without training's weights: {error}"
+            ) from error
         check_plan([self.model])
 
     def _make_sites(self) -> None:
@@ -235,7 +237,7 @@ def compare_numbers(
         restored: training's model on one rank (train.resume.restore.Restored). It is used up.
         rows: int64 [sequences, length], on the model's device.
 
-    Raises OtherModel.
+    Raises UnreadableDirectory.
     """
     count, length = rows.shape
     tokens = count * (length - 1)
@@ -287,5 +289,5 @@ def add_numbers(
     try:
         engine = read_engine_model(source, directory, found.engine, restored.vocab_size, kv_cache_dtype)
         found.add_numbers(compare_numbers(restored, engine, rows, progress), max_kl)
-    except OtherModel as error:
+    except UnreadableDirectory as error:
         found.differences.append(Difference("no numbers", "*", "is computed", f"is not: {error}"))
