@@ -34,7 +34,7 @@ from ..numerics.scaling import compute_scale, compute_scale_inv
 from ..plan.autocast_state import fp8_disabled
 from ..state.collectives import checked_group
 from .kv_cache import ROLES, attentions, recording_keys_and_values
-from .magnitudes import MagnitudeCounts, merge_ranks
+from .magnitude_counts import MagnitudeCounts, merge_ranks
 
 FORMAT, VERSION = "megatron_fp8 calibration", 1
 TENSORS, RECORD = "calibration.safetensors", "calibration.json"

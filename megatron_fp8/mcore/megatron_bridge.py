@@ -7,7 +7,7 @@ parallel ranks it takes a rank's number for the model's. Its export reads FP8 we
 ``install()`` both names work, and an export has the values of a checkpoint: masters rounded to the weight's dtype.
 
 It imports Transformer Engine at its top, for adapters. Where that is not installed, ``install()`` imports it with names
-that fail when they are called; they are gone afterwards, and Megatron-Core's modules that saw them are told so.
+that fail when they are called. Afterwards they are gone, and HAVE_TE is False in Megatron-Core's modules that saw them.
 """
 
 from __future__ import annotations

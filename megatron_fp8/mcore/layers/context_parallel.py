@@ -9,7 +9,7 @@ get_batch_on_this_cp_rank), so that causal work is balanced. config.cp_comm_type
 
 In a ring each rank multiplies its queries by the keys of one rank after the other, and merges results by their
 log-sum-exp in float32. Backward sends keys and values around again, and after them the float32 sums of their gradients,
-which are complete when they are home.
+which are complete when they reach their own rank.
 
 Rejected: torch.distributed.tensor.experimental's ring. It takes neither masks nor attention that is not causal, its place
 in torch has changed, and its options are global. The zigzag cases and the kernels' calls follow it.
