@@ -1,7 +1,9 @@
 """Counts of a tensor's magnitudes, with exact percentiles.
 
 No value is stored: a bfloat16 magnitude has 15 bits, so 32,640 counters give the percentiles of all batches. float32
-values are rounded to bfloat16 for counting only. Rejected: histograms, whose range must be guessed from the first batch or changed later.
+values are rounded to bfloat16 for counting only.
+
+Rejected: histograms, whose range must be guessed from the first batch or changed later.
 """
 
 from __future__ import annotations
