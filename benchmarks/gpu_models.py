@@ -207,7 +207,14 @@ class Training:
     """
 
     def __init__(
-        self, sizes: Gpt, recipe: str | None, backend: str, *, graphs: bool = False, dropout: float = 0.0
+        self,
+        sizes: Gpt,
+        recipe: str | None,
+        backend: str,
+        *,
+        graphs: bool = False,
+        dropout: float = 0.0,
+        fp8_param: bool = False,
     ):
         from megatron.core import tensor_parallel
         from megatron.core.distributed import (
@@ -227,7 +234,11 @@ class Training:
         if torch.cuda.is_available():
             tensor_parallel.random.initialize_rng_tracker(use_cudagraphable_rng=graphs, force_reset=True)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_backend": backend} if recipe else {}
+        fp8 = (
+            {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_backend": backend, "fp8_param": fp8_param}
+            if recipe
+            else {}
+        )
         moe = {"num_moe_experts": sizes.experts, **EXPERTS} if sizes.experts else {}
         self.sizes = sizes
         self.config = config = TransformerConfig(

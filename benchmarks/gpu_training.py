@@ -57,16 +57,16 @@ def training(machine: Machine, name: str) -> str:
 def graph_training(machine: Machine, name: str) -> str:
     """The same GPT, with dropout: the losses of iterations that a CUDA graph replays are the eager ones, to the bit.
 
-    A dry run runs what would be captured.
+    With BF16 weights and with FP8 parameters. A dry run runs what would be captured.
     """
     supported(machine, name)
     if not machine.dry:
         be_deterministic()
     steps = cuda_graph.EAGER_ITERATIONS + (2 if machine.dry else 7)
 
-    def losses(graphs: bool) -> list[float]:
+    def losses(graphs: bool, fp8_param: bool = False) -> list[float]:
         sizes, found = DRY if machine.dry else TINY, []
-        run = Training(sizes, name, machine.backend.name, graphs=graphs, dropout=0.1)
+        run = Training(sizes, name, machine.backend.name, graphs=graphs, dropout=0.1, fp8_param=fp8_param)
         for _ in range(steps):
             found.append(run.step())
             if machine.dry and run.graph is not None:
@@ -75,8 +75,9 @@ def graph_training(machine: Machine, name: str) -> str:
 
     eager = losses(False)
     with mock.patch.object(cuda_graph, "new_graph", _uncaptured) if machine.dry else nullcontext():
-        replayed = losses(True)
-    assert replayed == eager, f"losses {replayed}, without a graph {eager}"
+        for fp8_param in (False, True):
+            replayed = losses(True, fp8_param)
+            assert replayed == eager, f"{fp8_param=}: losses {replayed}, without a graph {eager}"
     return f"{steps - cuda_graph.EAGER_ITERATIONS} replays, {eager[0]:.3f} -> {eager[-1]:.3f} with both"
 
 

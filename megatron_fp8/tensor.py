@@ -94,7 +94,7 @@ class QuantizedSide:
             smallest, largest = torch.aminmax(self.scale_inv)
             return float(smallest), float(largest)
         exponents = self.scale_inv.view(torch.uint8)
-        low, high = (int(v) for v in torch.aminmax(exponents))
+        low, high = map(int, torch.aminmax(exponents))
         if low == 0:
             of_element = expand_scale(exponents == 0, self.granularity, self.codes.shape)
             if not bool(((self.codes.view(torch.uint8) & 0x7F) != 0).logical_and_(of_element).any()):

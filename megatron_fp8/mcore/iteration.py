@@ -24,6 +24,7 @@ from megatron.core import parallel_state
 from ..files.terminal import print_rank_0
 from ..fp8_utils import quantizes, switch_of, switch_shown
 from ..linear.gemm_site import unmark
+from ..params.fp8_parameter import Fp8Parameter
 from ..plan.overrides import matching
 from ..quantizer import measure
 from ..recipe import recipe_name
@@ -73,12 +74,18 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
 
 
 class CapturedIteration(CapturedStep):
-    """Megatron-Core's CapturedStep (state/cuda_graph.py); ``replayed`` also updates the optimizer's health status."""
+    """Megatron-Core's CapturedStep (state/cuda_graph.py); ``replayed`` also updates the optimizer's health status.
+
+    FP8 parameters keep the memory of their scales from here on: make it before the capture.
+    """
 
     def __init__(self, model_chunks: list[Any]):
         self._config = unwrap(model_chunks[0]).config
         self._state = state_of(self._config)
         self._parameters = [param for chunk in model_chunks for param in chunk.parameters()]
+        for param in self._parameters:
+            if isinstance(param, Fp8Parameter):
+                param.update_in_place()
         super().__init__(self._state)
 
     def replayed(self) -> IterationCounts:

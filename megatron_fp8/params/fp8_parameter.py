@@ -194,6 +194,10 @@ class Fp8Parameter(Fp8TensorBase):
         """Sets the scales (one tensor for each set of codes), and the amax and non-finite count of the whole matrix."""
         self._stored.set_scales(scale_invs, amax, nonfinite)
 
+    def update_in_place(self) -> None:
+        """Makes later scales, amaxes and counts overwrite the same memory, which a CUDA graph can then read."""
+        self._stored.update_in_place()
+
     def refresh(self) -> None:
         """Rebuilds the views of the codes, after the network has written them."""
         self._stored.view()

@@ -129,7 +129,7 @@ def parameter_of_codes(
     stored.set_scales([scale_inv], zero if tensor_amax is None else tensor_amax, None)
     if tensor_amax is None:
         stored.amax = stored.quantized.dequantize(torch.float32).abs().amax()
-    return torch.nn.Parameter(FrozenFp8Parameter(stored), requires_grad=False)
+    return _frozen(stored)
 
 
 def _kind(quantizer: Quantizer) -> type[StoredCodes]:
@@ -157,9 +157,14 @@ def _from_fp8(weight: Fp8Parameter) -> Any:
 
 
 def _as_parameter(stored: StoredCodes, weight: torch.Tensor) -> Any:
-    parameter = torch.nn.Parameter(FrozenFp8Parameter(stored), requires_grad=False)
+    parameter = _frozen(stored)
     parameter.__dict__.update({k: v for k, v in vars(weight).items() if k not in ("_stored", "_is_param")})
     return parameter
+
+
+def _frozen(stored: StoredCodes) -> Any:
+    stored.update_in_place()  # a captured step then reads what a later load writes
+    return torch.nn.Parameter(FrozenFp8Parameter(stored), requires_grad=False)
 
 
 def columnwise_codes(weight: Fp8Parameter, quantizer: Quantizer, scale: torch.Tensor | None) -> QuantizedSide:

@@ -49,13 +49,36 @@ class StoredCodes:
         self.shape = codes[0].shape if shape is None else shape  # of the matrix: NVFP4 has two codes a byte
         self.initial: torch.Tensor | None = None
         self.piece: tuple[int, int] | None = None
+        self.in_place = False
 
     def set_scales(
         self, scale_invs: list[torch.Tensor], amax: torch.Tensor, nonfinite: torch.Tensor | None
     ) -> None:
         """Sets the scales of the codes; ``scale_invs`` have the codes' orientation, [rows, cols]."""
-        self.scale_invs, self.amax, self.nonfinite = scale_invs, amax, nonfinite
+        if not self.in_place:
+            self.scale_invs, self.amax, self.nonfinite = scale_invs, amax, nonfinite
+        else:
+            for own, new in zip((*self.scale_invs, self.amax), (*scale_invs, amax), strict=True):
+                own.copy_(new.view(own.shape))
+            if self.nonfinite is None:
+                self.nonfinite = nonfinite
+            elif nonfinite is None:
+                self.nonfinite.zero_()
+            else:
+                self.nonfinite.copy_(nonfinite)
         self.view()
+
+    def update_in_place(self) -> None:
+        """Moves scales, amax and count to memory of their own, which ``set_scales`` overwrites from now on.
+
+        A CUDA graph reads it. Otherwise new tensors replace them, which saves a copy of each in every step. A count of
+        None, which training on GPUs does not have, may still become a tensor.
+        """
+        if self.in_place:
+            return
+        count = None if self.nonfinite is None else self.nonfinite.clone()
+        self.set_scales([scale_inv.clone() for scale_inv in self.scale_invs], self.amax.clone(), count)
+        self.in_place = True
 
     def view(self) -> None:
         """Rebuilds the quantized matrix over the current codes; the columnwise side is a transposed view."""
@@ -75,10 +98,12 @@ class StoredCodes:
 
     def take_scales(self, other: StoredCodes, device: Any) -> None:
         """Copies scales, amax and health from another parameter, after its codes were copied here."""
-        nonfinite = None if other.nonfinite is None else other.nonfinite.to(device)
+        nonfinite = None if other.nonfinite is None else other.nonfinite.to(device, copy=True)
         self.set_scales(
             [s.to(device, copy=True) for s in other.scale_invs], other.amax.to(device, copy=True), nonfinite
         )
+        if other.in_place:
+            self.update_in_place()
 
     def write(self, x: torch.Tensor) -> None:
         """Quantizes a matrix into the codes."""

@@ -40,10 +40,6 @@ _NOT_WITH_GRAPHS: dict[str, tuple[Any, str]] = {
     "model.recompute_granularity": (None, "a recomputation restores random states on the host"),
     "model.cpu_offloading": (False, "the host moves activations"),
     "model.fine_grained_activation_offloading": (False, "the host moves activations"),
-    "model.fp8_param": (
-        False,
-        "each step writes the weights' scales to new memory, and a replay reads the old",
-    ),
     "model.fp8_stochastic_rounding": (False, "every replay would round with the same random bits"),
     "model.fp8_interval": (1, "the host decides in which iterations scales are updated"),
     "model.fp8_high_precision_warmup": (0.0, "the precision changes during the training"),

@@ -16,6 +16,8 @@ from tests.support.small_run import small_run
 
 ITERATIONS, BAD = 8, 6
 _MEASURED = {"tokens_per_s", "peak_memory"}
+_CODES, _SHARDED = "--model.fp8_param=true", "--optimizer.use_distributed_optimizer=true"
+_OWN_BUFFER = "--optimizer.reuse_grad_buf_for_mxfp8_param_ag=false"
 _OPTIONS = [f"--train.train_iters={ITERATIONS}", "--train.eval_iters=1", "--train.eval_interval=3"]
 
 
@@ -94,6 +96,14 @@ def with_bad_iteration(original: Callable[..., Iterator[Any]]) -> Callable[..., 
         (1, ["--model.fp8_format=delayed", "--model.hidden_dropout=0.1"]),
         pytest.param(1, ["--model.fp8=null"], marks=pytest.mark.long),
         (2, ["--model.fp8_format=delayed"]),
+        (1, ["--model.fp8_recipe=delayed", _CODES]),
+        (2, ["--model.fp8_recipe=blockwise", _CODES, _SHARDED]),
+        (2, ["--model.fp8_recipe=mxfp8", _CODES, _SHARDED]),
+        *(
+            pytest.param(2, [f"--model.fp8_recipe={recipe}", *options], marks=pytest.mark.long)
+            for recipe in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+            for options in ([_SHARDED], [_CODES], [_CODES, _SHARDED], [_CODES, _SHARDED, _OWN_BUFFER])
+        ),
     ],
 )
 def test_a_run_by_replays_is_the_eager_run(ranks: RankPool, world: int, options: list[str]) -> None:

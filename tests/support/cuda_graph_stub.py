@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 class Recorded(TorchDispatchMode):
@@ -59,8 +60,17 @@ class Graph(Recorded):
 
 @contextmanager
 def new_graph() -> Iterator[Graph]:
-    """In the place of megatron_fp8.train.cuda_graph.new_graph."""
-    with Graph() as graph:
+    """In the place of megatron_fp8.train.cuda_graph.new_graph.
+
+    Gloo's reduce-scatter copies its result in each ``wait``: a replay waits by itself, and must not copy the old one.
+    """
+    wait = torch.distributed.Work.wait
+
+    def unseen(work: Any, *args: Any) -> Any:
+        with _disable_current_modes():
+            return wait(work, *args)
+
+    with mock.patch.object(torch.distributed.Work, "wait", unseen), Graph() as graph:
         yield graph
 
 

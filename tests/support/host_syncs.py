@@ -17,7 +17,13 @@ from unittest import mock
 import torch
 
 LOOKS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero")
-ON_CPUS = ("adam.py _update item", "emulated.py _scale_range __float__")
+ON_CPUS = (
+    "adam.py _update item",
+    "emulated.py _scale_range __float__",
+    "tensor.py scale_range __float__",
+    "tensor.py scale_range __int__",
+    "tensor.py scale_range __bool__",
+)
 """torch's Adam for several tensors, and the choice of a CPU's product: neither is how a GPU's step goes."""
 _READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 

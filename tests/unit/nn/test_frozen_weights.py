@@ -64,6 +64,18 @@ def tokens(seed: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_loaded_weights_keep_the_memory_that_a_graph_reads(name: str) -> None:
+    models = [freeze_weights(made(name)) for _ in range(2)]
+    frozen: Any = models[0][2].weight
+    stored = frozen._stored
+    read = [*stored.codes, *stored.scale_invs, stored.amax]  # NVFP4's amax is one of its scales
+    models[1][2].weight.data.mul_(3.0)
+    models[0].load_state_dict(models[1].state_dict())
+    other = models[1][2].weight._stored
+    assert_all_same_bytes(read, [*other.codes, *other.scale_invs, other.amax])
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_value_takes_one_byte_or_half_of_one(name: str) -> None:
     model, plain = freeze_weights(made(name)), 2 * (WIDTH + OUT)
     codes = VALUES // 2 if name.startswith("nvfp4") else VALUES

@@ -56,6 +56,31 @@ def test_is_a_bfloat16_parameter_to_torch(recipe: str) -> None:
     assert module.bfloat16().weight is parameter
 
 
+def memory_of(parameter: Any) -> list[torch.Tensor]:
+    stored = parameter._stored
+    return [*stored.codes, *stored.scale_invs, stored.amax, stored.nonfinite]
+
+
+@each_recipe
+def test_a_graph_reads_what_later_writes_leave(recipe: str) -> None:
+    """Scales, amax and count stay where they are, and belong to this parameter alone."""
+    parameter, other = made(recipe), made(recipe)
+    broken = weight(seed=4).index_fill_(0, torch.tensor([3]), torch.inf)
+    parameter.data.copy_(broken)  # on CPUs a count is stored only if it is not 0
+    parameter.update_in_place()
+    addresses = [tensor.data_ptr() for tensor in memory_of(parameter)]
+    copied, before = copy.deepcopy(parameter), [bytes_of(tensor) for tensor in memory_of(parameter)]
+    other.data.copy_(weight(seed=3))
+    for source in (weight(seed=1), other, broken, weight(seed=2)):
+        value = weight(seed=3) if source is other else source
+        parameter.detach().copy_(source)
+        assert_holds(parameter, value, recipe)
+        assert parameter.measured.tolist() == [float(value.abs().amax()), int(value.isinf().sum())]
+        assert [tensor.data_ptr() for tensor in memory_of(parameter)] == addresses
+    for tensor, old in zip(memory_of(copied), before, strict=True):
+        assert tensor.data_ptr() not in addresses and bytes_of(tensor) == old
+
+
 @each_recipe
 def test_every_kind_of_write_quantizes(recipe: str) -> None:
     parameter, new = made(recipe), weight(seed=1)

@@ -36,7 +36,6 @@ FP8 = ["--model.fp8=hybrid", "--model.fp8_recipe=delayed"]
             ["--model.recompute_granularity=selective"],
             "model.recompute_granularity='selective': a recomputation",
         ),
-        ([*FP8, "--model.fp8_param=true"], "model.fp8_param=True: each step writes"),
         ([*FP8, "--model.fp8_interval=2"], "model.fp8_interval=2: the host decides"),
         (
             [*FP8, "--model.fp8_high_precision_warmup=0.1"],
