@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files.atomic_io import explained
+from ..files.atomic_io import as_value_error
 from .cli_common import CheckpointParser, run_command, say, text_rows, with_progress
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _prepare(options: argparse.Namespace, run_options: list[str], launch: Any) -
     for line in restored.lines:
         say(f"            {line}", launch)
     out = Path(options.out) if options.out else run_folder_of(restored.folder) / "calibration"
-    with explained(f"--out {str(out)!r} cannot be written", ": give another folder"):
+    with as_value_error(f"--out {str(out)!r} cannot be written", ": give another folder"):
         out.mkdir(parents=True, exist_ok=True)  # tested before the calibration, which may take minutes
     return partial(_calibrate, options, launch, restored, batches, out)
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ..files.atomic_io import in_words, own_output, write_result
+from ..files.atomic_io import error_text, own_output, write_result
 from ..files.resource_limits import limit_reached
-from ..files.terminal import WIDTH, printable, wrapped
+from ..files.terminal import WIDTH, printable, wrap
 from ..study import StudyFailed
 from ..train.stop import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
 
@@ -161,7 +161,7 @@ def check_output(option: str, path: str | Path) -> Path:
     try:
         is_folder, in_folder = path.is_dir(), path.absolute().parent.is_dir()
     except OSError as error:
-        raise not_written(option, path, error) from error
+        raise write_error(option, path, error) from error
     if is_folder:
         raise ValueError(f"{option}={path} is a folder: give a file in it")
     if not in_folder:
@@ -177,9 +177,9 @@ def check_outputs(files: Mapping[str, str | Path | None]) -> None:
         raise ValueError(f"{' and '.join(files)} name the same file: give each its own")
 
 
-def not_written(option: str, path: Path, error: OSError) -> ValueError:
+def write_error(option: str, path: Path, error: OSError) -> ValueError:
     """The error for a file that cannot be written."""
-    return ValueError(f"{option}={path} cannot be written ({in_words(error)}): give another file")
+    return ValueError(f"{option}={path} cannot be written ({error_text(error)}): give another file")
 
 
 def write_output(option: str, path: Path, text: str) -> None:
@@ -187,7 +187,7 @@ def write_output(option: str, path: Path, text: str) -> None:
     try:
         write_result(path, text)
     except OSError as error:
-        raise not_written(option, path, error) from error
+        raise write_error(option, path, error) from error
 
 
 def with_progress(items: Iterable[T], count: int, description: str = "tensors") -> Iterator[T]:
@@ -320,7 +320,7 @@ def fit_help(text: str, width: int = WIDTH) -> str:
         if line and not line.startswith(" "):
             prose.append(line)
             continue
-        lines += wrapped(" ".join(prose), width=width).splitlines()
+        lines += wrap(" ".join(prose), width=width).splitlines()
         prose = []
         lines += [line] if len(line) <= width else _wrap_indented(line, width)
     return "\n".join(lines[:-1])
@@ -330,7 +330,7 @@ def _wrap_indented(line: str, width: int) -> list[str]:
     columns = _SECOND_COLUMN.match(line)
     label, explanation = columns.groups() if columns else (line, "")
     if explanation and len(label) <= _MOST_LEFT:
-        return wrapped(explanation, label, " " * len(label), width).splitlines()
+        return wrap(explanation, label, " " * len(label), width).splitlines()
     indent = " " * 6
-    command = wrapped(label.rstrip(), "", indent, width - 2).replace("\n", " \\\n")
-    return [*command.splitlines(), *wrapped(explanation, indent, indent, width).splitlines()]
+    command = wrap(label.rstrip(), "", indent, width - 2).replace("\n", " \\\n")
+    return [*command.splitlines(), *wrap(explanation, indent, indent, width).splitlines()]

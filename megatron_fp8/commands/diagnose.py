@@ -39,9 +39,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..files.atomic_io import explained, own_output
+from ..files.atomic_io import as_value_error, own_output
 from ..files.terminal import printable
-from .cli_common import CheckpointParser, check_outputs, not_written, run, run_command, say, write_output
+from .cli_common import CheckpointParser, check_outputs, run, run_command, say, write_error, write_output
 
 if TYPE_CHECKING:
     from ..diagnosis.diagnosis import Diagnosis
@@ -94,7 +94,7 @@ _DIAGNOSIS_OPTIONS = (
 def _compare(options: argparse.Namespace) -> None:
     """Print where two runs diverge, and write it to --json."""
     from ..diagnosis.run_comparison import compare_runs
-    from ..files.strict_json import spelled_out
+    from ..files.strict_json import nonfinite_as_text
 
     for name in _DIAGNOSIS_OPTIONS:
         if getattr(options, name) is not None:
@@ -102,7 +102,7 @@ def _compare(options: argparse.Namespace) -> None:
     lines, report = compare_runs(Path(options.checkpoint), Path(options.against))
     print(printable("\n".join(lines)), flush=True)
     if options.json:
-        text = json.dumps(spelled_out(report), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(nonfinite_as_text(report), indent=1, allow_nan=False) + "\n"
         write_output("--json", Path(options.json), text)
 
 
@@ -192,7 +192,7 @@ def _files(options: argparse.Namespace, folder: Path) -> _Files:
     named = (options.json, options.out, options.plot)
     if any(named):
         return _Files(*(Path(name) if name else None for name in named))
-    with explained(f"{str(folder)!r} cannot be written", ": give --json, --out and --plot"):
+    with as_value_error(f"{str(folder)!r} cannot be written", ": give --json, --out and --plot"):
         folder.mkdir(parents=True, exist_ok=True)
     return _Files(folder / "diagnosis.json", folder / "overrides.yaml", folder / "diagnosis.png")
 
@@ -236,7 +236,7 @@ def _plan_formats(
     options: argparse.Namespace, launch: Any, replayed: Replay, files: _Files, formats: tuple[str, ...]
 ) -> None:
     """Measure --formats, print the plan and write its files."""
-    from ..diagnosis.format_costs import format_table, in_words, measure_formats
+    from ..diagnosis.format_costs import format_table, measure_formats, plan_text
 
     progress: Callable[[Progress], None] = _progress() if launch.rank == 0 else lambda _: None
     runner = replayed.runner
@@ -244,7 +244,7 @@ def _plan_formats(
         found = measure_formats(runner, formats, options.loss_budget, options.budget, progress)
     if launch.rank:
         return
-    print(in_words(found), end="\n\n", flush=True)
+    print(plan_text(found), end="\n\n", flush=True)
     print(format_table(found), flush=True)
     if files.figures is not None:
         facts = _facts(options, launch, replayed)
@@ -295,7 +295,7 @@ def _write_all(files: _Files, replayed: Replay, diagnosis: Diagnosis, facts: dic
         try:
             draw(diagnosis, files.plot, f"{replayed.folder}, iteration {replayed.iteration}")
         except OSError as error:
-            raise not_written("--plot", files.plot, error) from error
+            raise write_error("--plot", files.plot, error) from error
         print(f"written     {files.plot}", flush=True)
 
 

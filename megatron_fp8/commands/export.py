@@ -27,7 +27,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..files.atomic_io import explained
+from ..files.atomic_io import as_value_error
 from ..files.terminal import printable
 from ..huggingface import QUANTIZED_FORMATS
 from .cli_common import CommandParser, run, with_progress
@@ -111,7 +111,9 @@ def _export(options: argparse.Namespace) -> None:
 def _read_config(path: Path) -> dict[str, Any]:
     from ..files.strict_yaml import read_yaml
 
-    with explained(f"--config={str(path)!r} cannot be read", ": give another file.", (OSError, ValueError)):
+    with as_value_error(
+        f"--config={str(path)!r} cannot be read", ": give another file.", (OSError, ValueError)
+    ):
         content = read_yaml(path)
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise ValueError(f"--config={str(path)!r} has no section 'model': give the config.yaml of a run.")

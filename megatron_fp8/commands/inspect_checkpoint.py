@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..files.strict_json import spelled_out
+from ..files.strict_json import nonfinite_as_text
 from ..files.terminal import printable
 from .cli_common import CommandParser, run
 
@@ -49,7 +49,7 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.check:
         description["not_finite"] = _not_finite(folder) or description["not_finite"]
     if options.json:
-        print(json.dumps(spelled_out(description), indent=1, allow_nan=False))
+        print(json.dumps(nonfinite_as_text(description), indent=1, allow_nan=False))
     else:
         print(printable(format_description(description)))
 
@@ -63,7 +63,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
     Raises ValueError if it is damaged, or not a checkpoint.
     """
-    from ..files.checkpoint import METADATA, check_files, read_manifest, read_metadata, without_checksum
+    from ..files.checkpoint import METADATA, check_files, missing_checksum_note, read_manifest, read_metadata
 
     manifest = read_manifest(folder)
     check_files(folder, manifest, [METADATA] if METADATA in manifest.files else [])
@@ -91,7 +91,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "tokenizer": manifest.facts.get("tokenizer"),
         "accepted": manifest.facts.get("accepted", []),
         "not_finite": [manifest.facts["not_finite"]] if "not_finite" in manifest.facts else [],
-        "notes": without_checksum(manifest),
+        "notes": missing_checksum_note(manifest),
         "files": {name: record["bytes"] for name, record in manifest.files.items()},
         "tensors": tensors,
         "delayed_scaling": _delayed(folder, metadata),

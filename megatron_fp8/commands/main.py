@@ -41,7 +41,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 from .. import __version__
-from ..files.atomic_io import in_words
+from ..files.atomic_io import error_text
 from ..files.resource_limits import limit_reached, locale_limit
 from ..train.stop import EXIT_FAILED
 from .cli_common import refuse
@@ -122,7 +122,7 @@ def _run(arguments: list[str]) -> int:
             if (
                 isinstance(error, OSError) and error.filename is not None
             ):  # a full disk, a folder of another user
-                failed = RuntimeError(f"{str(error.filename)!r}: {in_words(error)}")
+                failed = RuntimeError(f"{str(error.filename)!r}: {error_text(error)}")
                 return refuse(failed.with_traceback(error.__traceback__), debug=debug, code=EXIT_FAILED)
             raise
     near = difflib.get_close_matches(command, COMMANDS, n=1)
@@ -158,7 +158,7 @@ class _Stream:
 
 
 @contextmanager
-def reader_may_leave(left: Callable[[], None]) -> Iterator[None]:
+def call_at_broken_pipe(left: Callable[[], None]) -> Iterator[None]:
     """Context: ``left`` is called when the reader of standard output has ended, as `| head`, or a `tee` at Ctrl-C.
 
     Later output is discarded.

@@ -49,7 +49,7 @@ def _report(options: Namespace) -> None:
     elif options.advice is not None and len(runs) == 1:
         write_advice(runs[0], options.advice)
     elif len(runs) == 1:
-        print(terminal(runs[0]))
+        print(terminal_report(runs[0]))
     else:
         raise ValueError("give one run folder: megatron-fp8 report RUN_DIR (several with --html FILE)")
 
@@ -73,7 +73,7 @@ def write_page(folders: list[Path], path: Path) -> None:
     print(f"{path} ({size / 1e6:.1f} MB): open it in a browser")
 
 
-def terminal(folder: Path) -> str:
+def terminal_report(folder: Path) -> str:
     """The report of one run for the terminal. Raises ValueError if it is no run's folder, or damaged."""
     from ..diagnosis.advice import advice_of
     from ..train.report import format_report
@@ -86,7 +86,7 @@ def terminal(folder: Path) -> str:
     page = (
         f"page        with curves and statistics: megatron-fp8 report {shlex.quote(str(folder))} --html FILE"
     )
-    return printable("\n".join([format_report(report), *losses(record), *advice, *notes, page]))
+    return printable("\n".join([format_report(report), *loss_lines(record), *advice, *notes, page]))
 
 
 def write_advice(folder: Path, path: Path) -> None:
@@ -106,7 +106,7 @@ def write_advice(folder: Path, path: Path) -> None:
     print(f"{path}: {len(pieces)} pieces of advice")
 
 
-def losses(record: RunRecord) -> list[str]:
+def loss_lines(record: RunRecord) -> list[str]:
     """One line about training and one about validation, if the run has them."""
     lines = []
     steps = [line.content for line in record.metrics()]

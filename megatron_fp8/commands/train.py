@@ -54,7 +54,7 @@ from ..files.resource_limits import limit_reached
 from ..files.user_paths import example_configs
 from ..train.stop import AGAIN_S, EXIT_DONE, EXIT_FAILED
 from .cli_common import fit_help, refuse, warn_in_lines
-from .main import reader_may_leave
+from .main import call_at_broken_pipe
 
 _INTERRUPTED = (
     "SIGINT: the run finishes its iteration, {saves}ends; again, after"
@@ -173,7 +173,7 @@ def _train(trainer: Any) -> int:
     stop.listen("SIGHUP")
     saves = "saves and " if trainer.run.checkpoint.saves else "does not save, and "
     stop.listen("SIGINT", _INTERRUPTED.replace("{saves}", saves) if trainer.display else "")
-    with reader_may_leave(stop.reader_left):
+    with call_at_broken_pipe(stop.reader_left):
         try:
             summary = trainer.train()
         except BaseException:

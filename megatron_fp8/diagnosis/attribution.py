@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from ..plan.site_plan import SitePlan
-from .measurements import Experiments, Measured, Paired, counted_parameters
+from .measurements import BatchValues, Experiments, VariantMeasurement, counted_parameters
 from .variants import Part
 
 
@@ -99,9 +99,9 @@ class Attribution:
         sum_alone: sum of the loss changes of all sites alone; None if some were not measured.
     """
 
-    planned: Measured
-    at_best: Measured
-    bf16: Measured
+    planned: VariantMeasurement
+    at_best: VariantMeasurement
+    bf16: VariantMeasurement
     counted: list[str]
     findings: list[Finding] = field(default_factory=list)
     groups: dict[str, float] = field(default_factory=dict)
@@ -157,7 +157,7 @@ _RESERVE = 20
 class _Judge:
     """Measures parts and decides whether they stand out."""
 
-    def __init__(self, experiments: Experiments, limits: Limits, bf16: Measured):
+    def __init__(self, experiments: Experiments, limits: Limits, bf16: VariantMeasurement):
         self._experiments, self._limits, self._bf16 = experiments, limits, bf16
         self.counted = counted_parameters(bf16)
 
@@ -188,7 +188,9 @@ class _Judge:
             why=why,
         )
 
-    def measure(self, name: str, parts: Iterable[Part]) -> tuple[Measured, Measured, float]:
+    def measure(
+        self, name: str, parts: Iterable[Part]
+    ) -> tuple[VariantMeasurement, VariantMeasurement, float]:
         """(these parts alone in FP8, their best case, the distance beyond the best case)."""
         variants, parts = self._experiments.variants, list(parts)
         alone = self._experiments.measure(variants.alone(name, parts))
@@ -196,7 +198,7 @@ class _Judge:
         squares = alone.distances(self.counted).mean ** 2 - best.distances(self.counted).mean ** 2
         return alone, best, math.sqrt(max(squares, 0.0))
 
-    def _why(self, alone: Measured, best: Measured) -> str:
+    def _why(self, alone: VariantMeasurement, best: VariantMeasurement) -> str:
         """The measure by which it stands out, as text; '' if it does not."""
         limits, counted = self._limits, self.counted
         if not alone.finite:
@@ -218,7 +220,7 @@ class _Judge:
         return ""
 
 
-def beyond_rounding(distances: Paired, rounded: Paired, ratio: float) -> bool:
+def beyond_rounding(distances: BatchValues, rounded: BatchValues, ratio: float) -> bool:
     """Whether distances significantly exceed ``ratio`` times those of rounding alone.
 
     The test uses the mean and the spread of paired differences. An outlier may affect one batch ten times as

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..files.strict_json import spelled_out
+from ..files.strict_json import nonfinite_as_text
 from .attribution import Attribution, Finding, Limits, attribute
-from .measurements import Experiments, Measured, Progress
+from .measurements import Experiments, Progress, VariantMeasurement
 from .model_runner import ModelRunner, ModuleRunner, restored_after
-from .output import bad_in_high_precision, far_off, verdict
+from .output import bad_in_high_precision, excess_distance, verdict
 from .override_search import Remedy, find_remedy
 
 BUDGET = 1500
@@ -66,7 +66,7 @@ class Diagnosis:
             values["interaction"] = found.interaction
             values["groups"] = found.groups
             values["not_measured"] = found.skipped
-        plain: dict[str, Any] = spelled_out(values)
+        plain: dict[str, Any] = nonfinite_as_text(values)
         return plain
 
 
@@ -143,7 +143,9 @@ def diagnose_runner(
     found = attribute(experiments, limits)
     found_remedy = find_remedy(experiments, found, share)
     text = verdict(found, found_remedy, experiments.losses, good_loss)
-    clean = not any(finding.stands_out for finding in found.findings) and far_off(found, limits) is None
+    clean = (
+        not any(finding.stands_out for finding in found.findings) and excess_distance(found, limits) is None
+    )
     return Diagnosis(
         found.findings,
         found_remedy.overrides,
@@ -157,7 +159,7 @@ def diagnose_runner(
     )
 
 
-def _plain(measured: Measured, counted: list[str]) -> dict[str, Any]:
+def _plain(measured: VariantMeasurement, counted: list[str]) -> dict[str, Any]:
     return {
         "losses": list(measured.losses),
         "loss_change": measured.loss_changes.mean,

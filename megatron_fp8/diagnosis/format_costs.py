@@ -27,14 +27,14 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Protocol
 
-from ..files.strict_json import spelled_out
+from ..files.strict_json import nonfinite_as_text
 from ..linear.gemm_site import GemmSite
 from ..plan.timing import table
 from ..recipe import GEMM_OPERANDS, RECIPES, Recipe
 from ..state.collectives import union
-from .measurements import Experiments, Measured, Progress, counted_parameters
+from .measurements import Experiments, Progress, VariantMeasurement, counted_parameters
 from .model_runner import ModelRunner
-from .variants import Variant, installed, planned_cells
+from .variants import Variant, planned_cells, use_variant
 
 HIGH_PRECISION = "bf16"
 FORMATS = tuple(name for name in RECIPES if name not in ("delayed", "custom"))
@@ -127,7 +127,7 @@ class FormatPlan:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; NaN and Inf as texts."""
         times = {name: relative_time(name) for name in (HIGH_PRECISION, *self.formats)}
-        plain: dict[str, Any] = spelled_out(
+        plain: dict[str, Any] = nonfinite_as_text(
             {**asdict(self), "relative_time": times, "overrides": self.overrides}
         )
         return plain
@@ -182,7 +182,7 @@ def measure_formats(
         raise ValueError(
             f"nothing can be measured at this checkpoint: in high precision, {experiments.useless}"
         )
-    with installed(experiments.variants.bf16, runner.sites) as simulated:
+    with use_variant(experiments.variants.bf16, runner.sites) as simulated:
         runner.run(0)
     flops = union({name: site.flops for name, site in simulated.items()})
     trial = _Trial(experiments, runner)
@@ -192,7 +192,7 @@ def measure_formats(
     found = FormatPlan(tuple(formats), loss_budget, costs, flops, fmean(experiments.losses))
     allowed = loss_budget
     for number in range(_TRIALS):
-        chosen = choose(costs, flops, allowed)
+        chosen = choose_plan(costs, flops, allowed)
         plan = _by_site(chosen)
         if plan == found.gemms:
             break
@@ -232,7 +232,7 @@ class _Trial:
         found.whole, found.distance = self._cost(measured), measured.distances(self._counted).mean
         found.loss_change, found.loss_spread = measured.loss_changes.mean, measured.loss_changes.spread
 
-    def _measure(self, name: str, plan: Plan) -> Measured:
+    def _measure(self, name: str, plan: Plan) -> VariantMeasurement:
         planned = {
             site: self._runner.site_with(site, overrides_of({site: gemms}))
             for site, gemms in plan.items()
@@ -241,14 +241,14 @@ class _Trial:
         quantized = {site: planned_cells(there.plan) for site, there in planned.items()}
         return self._experiments.measure(Variant(name, quantized, planned=planned))
 
-    def _cost(self, measured: Measured) -> float:
+    def _cost(self, measured: VariantMeasurement) -> float:
         if not measured.finite:
             return math.inf
         rise = max(measured.loss_changes.mean, 0.0) / abs(fmean(self._losses))
         return rise + measured.distances(self._counted).mean ** 2
 
 
-def choose(costs: Sequence[GemmCost], flops: Mapping[str, int], budget: float) -> dict[Gemm, str]:
+def choose_plan(costs: Sequence[GemmCost], flops: Mapping[str, int], budget: float) -> dict[Gemm, str]:
     """Greedy choice: the steps to faster formats that save most time for their cost, as long as the sum of all costs
     stays within the budget. Returns the format of every GEMM."""
     by_gemm: dict[Gemm, list[GemmCost]] = {}
@@ -324,7 +324,7 @@ def overrides_of(plan: Plan) -> dict[str, str]:
 # --------------------------------------------------------------------------------------------------------------- text
 
 
-def in_words(found: FormatPlan) -> str:
+def plan_text(found: FormatPlan) -> str:
     """The result in a paragraph, the plan first."""
     times = ", ".join(f"{name} {relative_time(name):g}" for name in (HIGH_PRECISION, *found.formats))
     budget = f"{found.budget:.3g} of the loss ({found.loss:.4g})"

@@ -23,7 +23,7 @@ from statistics import fmean, stdev
 import torch
 
 from .model_runner import Gradients, ModelRunner, Pass, Table
-from .variants import Variant, Variants, installed
+from .variants import Variant, Variants, use_variant
 
 WORTHLESS = 0.1
 """Relative error by rounding to BF16 above which a tensor's gradient is meaningless."""
@@ -33,7 +33,7 @@ _T = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17, 3.11, 3.05, 3
 
 
 @dataclass(frozen=True)
-class Paired:
+class BatchValues:
     """One number per batch."""
 
     values: tuple[float, ...]
@@ -52,15 +52,15 @@ class Paired:
         t = _T[min(count - 1, len(_T)) - 1]
         return t * stdev(self.values) / math.sqrt(count)
 
-    def __sub__(self, other: Paired) -> Paired:
-        return Paired(tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
+    def __sub__(self, other: BatchValues) -> BatchValues:
+        return BatchValues(tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
 
-    def times(self, factor: float) -> Paired:
+    def times(self, factor: float) -> BatchValues:
         """Every number times the factor."""
-        return Paired(tuple(value * factor for value in self.values))
+        return BatchValues(tuple(value * factor for value in self.values))
 
 
-class Measured:
+class VariantMeasurement:
     """One variant compared with high precision.
 
     Args:
@@ -83,8 +83,8 @@ class Measured:
         reference: Sequence[float],
     ):
         self.name, self.losses, self.tables = name, tuple(losses), list(tables)
-        self.loss_changes = Paired(tuple(a - b for a, b in zip(losses, reference, strict=True)))
-        self.gradient_errors = Paired(tuple(_error(table.values()) for table in tables))
+        self.loss_changes = BatchValues(tuple(a - b for a, b in zip(losses, reference, strict=True)))
+        self.gradient_errors = BatchValues(tuple(_error(table.values()) for table in tables))
         self.cosine = fmean(_cosine(table.values()) for table in tables)
         self.bias = _error(means.values())
         self.update_error = _error(updates.values()) if updates else None
@@ -103,15 +103,15 @@ class Measured:
             for name in self.tables[0]
         }
 
-    def distances(self, counted: Sequence[str]) -> Paired:
+    def distances(self, counted: Sequence[str]) -> BatchValues:
         """Distance by batch, over these parameters; at most 1."""
         if not counted:
-            return Paired(tuple(min(error, 1.0) for error in self.gradient_errors.values))
+            return BatchValues(tuple(min(error, 1.0) for error in self.gradient_errors.values))
         found = []
         for table in self.tables:
             squares = [min(_error([table[name]]), 1.0) ** 2 for name in counted]
             found.append(math.sqrt(fmean(squares)))
-        return Paired(tuple(found))
+        return BatchValues(tuple(found))
 
 
 def _error(sums: Iterable[Sequence[float]]) -> float:
@@ -186,7 +186,7 @@ class Experiments:
         self.passes, self.expected = 0, 0
         self.expect(4 + 2 * len(runner.plans) + 12)
         self._start = time.monotonic()
-        self._measured: dict[str, Measured] = {}
+        self._measured: dict[str, VariantMeasurement] = {}
         self._reference = [self._plain_pass(batch) for batch in range(runner.batches)]
         self.losses = tuple(done.loss for done in self._reference)
         self.useless = self._first_useless()
@@ -198,7 +198,7 @@ class Experiments:
         """Number of variants that the budget still allows."""
         return (self.budget - self.passes) // self.runner.batches
 
-    def measure(self, variant: Variant) -> Measured:
+    def measure(self, variant: Variant) -> VariantMeasurement:
         """Run a variant on all batches; cached."""
         if variant.key not in self._measured:
             self._measured[variant.key] = self._measure(variant)
@@ -258,7 +258,7 @@ class Experiments:
         square = sum(row[1] for row in merged.values())
         return math.sqrt(sum(row[0] for row in merged.values()) / square) if square else 0.0
 
-    def _measure(self, variant: Variant) -> Measured:
+    def _measure(self, variant: Variant) -> VariantMeasurement:
         losses, tables = [], []
         total: Gradients = {}
         for batch, reference in enumerate(self._reference):
@@ -270,7 +270,7 @@ class Experiments:
         updates = self.runner.merge(
             sums_of(self._updates(total, means, 2), self._updates(self._mean, means, 1))
         )
-        return Measured(variant.name, losses, tables, means, updates, self.losses)
+        return VariantMeasurement(variant.name, losses, tables, means, updates, self.losses)
 
     def _updates(self, gradients: Gradients, means: Table, column: int) -> Gradients:
         """The optimizer's updates for these gradients. Their squared norms are that column of the sums over all
@@ -280,7 +280,7 @@ class Experiments:
         return {name: update for name, update in updates.items() if update is not None}
 
     def _pass(self, variant: Variant, batch: int) -> Pass:
-        with installed(variant, self.runner.sites):
+        with use_variant(variant, self.runner.sites):
             done = self.runner.run(batch)
         self.passes += 1
         each = (time.monotonic() - self._start) / self.passes
@@ -295,6 +295,6 @@ class Experiments:
         self.expected = min(self.budget, self.passes + variants * self.runner.batches)
 
 
-def counted_parameters(bf16: Measured) -> list[str]:
+def counted_parameters(bf16: VariantMeasurement) -> list[str]:
     """Parameters whose gradient is still meaningful after rounding to BF16."""
     return [name for name, error in bf16.errors().items() if error < WORTHLESS]

@@ -86,7 +86,7 @@ class ModuleRunner:
         optimizer: torch.optim.Optimizer | None = None,
     ):
         check_model(model)
-        self.model, self._loss_of, self._batches = bare(model), loss_of, list(batches)
+        self.model, self._loss_of, self._batches = unwrap(model), loss_of, list(batches)
         self.batches = len(self._batches)
         self.sites = sites_of(self.model)
         self.plans = {name: site.plan for name, site in self.sites.items()}
@@ -166,7 +166,7 @@ def not_finite(parameters: Mapping[str, torch.nn.Parameter]) -> Table:
     return {name: (float(count),) for name, count in counts.items() if count}
 
 
-def bare(model: torch.nn.Module) -> Any:
+def unwrap(model: torch.nn.Module) -> Any:
     """The model without wrappers of DistributedDataParallel and torch.compile."""
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):

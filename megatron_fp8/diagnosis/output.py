@@ -43,7 +43,7 @@ def verdict(found: Attribution, remedy: Remedy, losses: tuple[float, ...], good_
     return " ".join(lines)
 
 
-def far_off(found: Attribution, limits: Limits) -> float | None:
+def excess_distance(found: Attribution, limits: Limits) -> float | None:
     """Distance of all sites together from high precision, relative to rounding alone; None if within the limit."""
     distances, best = (measured.distances(found.counted) for measured in (found.planned, found.at_best))
     times = distances.mean / best.mean if best.mean else 1.0
@@ -72,7 +72,7 @@ def _answer(found: Attribution, outstanding: list[Finding], also: str) -> str:
 
 def _far_off_text(found: Attribution) -> str:
     """How far off the plan is although no site stands out; '' if it is near."""
-    times = far_off(found, Limits())
+    times = excess_distance(found, Limits())
     if times is None:
         return ""
     as_planned = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .attribution import Attribution
-from .measurements import Experiments, Measured
+from .measurements import Experiments, VariantMeasurement
 from .variants import Part
 
 
@@ -82,15 +82,15 @@ class _Goal:
         self.parts, self._planned = all_parts, found.planned
         self._best = self.measure(all_parts)
 
-    def measure(self, parts: list[Part]) -> Measured:
+    def measure(self, parts: list[Part]) -> VariantMeasurement:
         """The plan with these parts in high precision."""
         return self._experiments.measure(self._experiments.variants.without(parts))
 
-    def distance(self, measured: Measured) -> float:
+    def distance(self, measured: VariantMeasurement) -> float:
         """Distance from high precision, at most 1; 2 if a value is not finite."""
         return measured.distances(self._found.counted).mean if measured.finite else 2.0
 
-    def rise(self, measured: Measured) -> float:
+    def rise(self, measured: VariantMeasurement) -> float:
         """Loss increase over high precision, if the plan's exceeds its spread; else 0."""
         change = self._planned.loss_changes
         if not change.mean > change.spread and self._planned.finite:
@@ -102,11 +102,11 @@ class _Goal:
         """Reduction of the gradient's distance with all parts in high precision."""
         return self.distance(self._planned) - self.distance(self._best)
 
-    def recovered(self, measured: Measured) -> float:
+    def recovered(self, measured: VariantMeasurement) -> float:
         """The share of ``gain`` that this variant recovers."""
         return (self.distance(self._planned) - self.distance(measured)) / self.gain
 
-    def met(self, measured: Measured) -> bool:
+    def met(self, measured: VariantMeasurement) -> bool:
         """Whether the requested share is recovered."""
         if not measured.finite:
             return False

@@ -1,6 +1,6 @@
 """Variants of a model: which sites, GEMMs and operands are quantized.
 
-A variant is an immutable value, independent of a model. ``installed`` replaces the sites by simulated ones
+A variant is an immutable value, independent of a model. ``use_variant`` replaces the sites by simulated ones
 during a run.
 
 What a simulated site leaves in FP8 is cast by the very quantizers of the real one, with its delayed scales, and
@@ -152,7 +152,7 @@ class Variants:
 
 
 @contextmanager
-def installed(variant: Variant, sites: Mapping[str, GemmSite]) -> Iterator[dict[str, SimulatedSite]]:
+def use_variant(variant: Variant, sites: Mapping[str, GemmSite]) -> Iterator[dict[str, SimulatedSite]]:
     """Context: these sites run this variant. New simulated sites each time, so no state carries over."""
     nothing: Set[Cell] = frozenset()
     simulated = {

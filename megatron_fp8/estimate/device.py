@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..files.atomic_io import in_words, read_ordinary
+from ..files.atomic_io import error_text, read_regular
 from ..files.strict_yaml import load_yaml
 from ..fp8_utils import quantizes, recipe_name_of
 from .fp8_weights import reads
@@ -107,10 +107,10 @@ def device(name: str, model: Model | None = None) -> Device:
             f" docs/estimates.md has it.{_did_you_mean(name, known)}"
         )
     try:
-        content = load_yaml(read_ordinary(path, _LARGEST))
+        content = load_yaml(read_regular(path, _LARGEST))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{where} cannot be read ({in_words(error)}): give another file, or a device's name."
+            f"{where} cannot be read ({error_text(error)}): give another file, or a device's name."
         ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{where} holds no figures: see docs/estimates.md.")

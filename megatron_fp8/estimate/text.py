@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ..files.terminal import number_ranges, wrapped
+from ..files.terminal import number_ranges, wrap
 from ..fp8_utils import quantizes, recipe_name_of
 from .device import Device
 from .estimate import Estimate
@@ -39,10 +39,10 @@ def format_estimate(
     ]
     if bf16 is not None:
         without = f"{doubt}. BF16 takes {seconds(bf16.time.seconds)} a step; {_both_sizes(found, bf16)}"
-        parts.append(pays(found, bf16) if doubt is None else wrapped(without))
+        parts.append(pays(found, bf16) if doubt is None else wrap(without))
     if fits is not None:
         parts.append(_fit(found, fits))
-    parts += [wrapped(f"note: {note}") for note in (*found.settings.notes, *notes)]
+    parts += [wrap(f"note: {note}") for note in (*found.settings.notes, *notes)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -117,7 +117,7 @@ def _memory(found: Estimate) -> str:
     whose = f"one microbatch in the stage's {parts} chunks" if parts > 1 else "one microbatch"
     kinds = ", ".join(f"{kind} {size(count)}" for kind, count in full.by_kind.most_common() if count)
     columns = _columns([(f"  {name}", size(count)) for name, count in rows if count])
-    return "\n".join([title, *columns, wrapped(f"saved by {whose}: {kinds}", "  ", "    ")])
+    return "\n".join([title, *columns, wrap(f"saved by {whose}: {kinds}", "  ", "    ")])
 
 
 def _in_flight(found: Estimate) -> str:
@@ -160,10 +160,10 @@ def _time(found: Estimate) -> str:
         else "Peaks of a data sheet; nothing was measured, and no run reaches them."
     )
     speed = f"  at most {time.mfu:.0%} MFU (of the BF16 peak), {time.tokens_per_second:,.0f} tokens/s"
-    lines = [wrapped(heading), *_columns(rows), speed]
+    lines = [wrap(heading), *_columns(rows), speed]
     if assumed := [key for key, how in device.figures.items() if how.startswith("assumed")]:
-        lines.append(wrapped(f"assumed of {device.name}, not read: {', '.join(assumed)}", "  ", "    "))
-    return "\n".join([*lines, wrapped(how_far_off(), "  ", "    ")])
+        lines.append(wrap(f"assumed of {device.name}, not read: {', '.join(assumed)}", "  ", "    "))
+    return "\n".join([*lines, wrap(how_far_off(), "  ", "    ")])
 
 
 def how_far_off() -> str:
@@ -209,7 +209,7 @@ def pays(found: Estimate, bf16: Estimate) -> str:
     ratio, verdict = found.time.seconds / bf16.time.seconds, "FP8 and BF16 are too near to tell"
     if abs(ratio - 1) > _TOO_NEAR:
         verdict = "FP8 pays" if ratio < 1 else "FP8 does not pay"
-    return wrapped(
+    return wrap(
         f"{verdict}, by the roofline: a step takes {ratio:.2f} x BF16's {seconds(bf16.time.seconds)};"
         f" {_both_sizes(found, bf16)}. The times are bounds, not measurements"
     )
@@ -235,12 +235,12 @@ def _short_name(name: str) -> str:
 def _fit(found: Estimate, fits: Fit) -> str:
     room = f"{size(fits.there)} of {found.device.name}'s {size(found.device.memory)} (the rest is left to CUDA and NCCL)"
     if fits.fits:
-        return wrapped(f"fits: {size(fits.needed)} of {room}")
+        return wrap(f"fits: {size(fits.needed)} of {room}")
     verdict = f"does not fit: {size(fits.needed)} of {room}."
     if fits.change is None:
         least = f"Nothing tried is enough; the least was {size(fits.smallest)}. Use more GPUs."
-        return wrapped(f"{verdict} {least}")
-    change = wrapped(f"{verdict} It fits, with {size(fits.changed or 0)}, with:")
+        return wrap(f"{verdict} {least}")
+    change = wrap(f"{verdict} It fits, with {size(fits.changed or 0)}, with:")
     return "\n".join([change, *(f"  {one}" for one in fits.change)])
 
 

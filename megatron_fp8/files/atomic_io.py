@@ -38,7 +38,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
     Raises OSError for a pipe or a device (such as /dev/null), which must not be replaced by a file.
     """
     if path.exists() and not path.is_dir():
-        ordinary(path.stat())
+        require_regular(path.stat())
     temporary = path.with_name(f".{path.name}.new")
     discard(temporary)  # left by a killed process, or a link that would be followed
     try:
@@ -89,7 +89,7 @@ def free_name(path: Path) -> Path:
     return path.with_name(f"{start}{1 + max((int(n) for n in suffixes if n.isdecimal()), default=0)}")
 
 
-def unseen(folder: Path, sizes: dict[str, int], patience: float) -> list[str]:
+def files_not_visible(folder: Path, sizes: dict[str, int], patience: float) -> list[str]:
     """The files of ``folder`` that are not visible here in their full size; waits up to ``patience`` s for them.
 
     Network file systems show another machine's files seconds late.
@@ -120,13 +120,13 @@ def _refresh(folder: Path) -> None:
         os.listdir(folder)
 
 
-def in_words(error: BaseException | None) -> str:
+def error_text(error: BaseException | None) -> str:
     """An error's message, without an OSError's number and path."""
     return getattr(error, "strerror", None) or str(error)
 
 
 @contextmanager
-def explained(
+def as_value_error(
     what: str,
     remedy: str | None = None,
     errors: type[Exception] | tuple[type[Exception], ...] = OSError,
@@ -139,7 +139,7 @@ def explained(
     try:
         yield
     except errors as error:
-        cause = in_words(error)
+        cause = error_text(error)
         raise raises(f"{what}: {cause}" if remedy is None else f"{what} ({cause}){remedy}") from error
 
 
@@ -182,11 +182,11 @@ def refuse_link_out(path: Path) -> None:
         )
 
 
-def open_ordinary(path: Path, largest: int) -> BinaryIO:
+def open_regular(path: Path, largest: int) -> BinaryIO:
     """An ordinary file, opened for reading. Raises OSError if it is not ordinary, or too large."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
-        size = ordinary(os.fstat(handle)).st_size
+        size = require_regular(os.fstat(handle)).st_size
         if size > largest:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, too many for what it should be")
     except OSError:
@@ -195,13 +195,13 @@ def open_ordinary(path: Path, largest: int) -> BinaryIO:
     return open(handle, "rb")
 
 
-def read_ordinary(path: Path, largest: int) -> bytes:
+def read_regular(path: Path, largest: int) -> bytes:
     """The bytes of an ordinary file. Raises OSError if it is not ordinary, or too large."""
-    with open_ordinary(path, largest) as stream:
+    with open_regular(path, largest) as stream:
         return stream.read()
 
 
-def ordinary(status: os.stat_result) -> os.stat_result:
+def require_regular(status: os.stat_result) -> os.stat_result:
     """Return ``status`` of an ordinary file. Raises OSError for a folder, and for a pipe or device, which may not end."""
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

@@ -33,11 +33,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from .atomic_io import explained, in_words, ordinary, read_ordinary, refuse_link_out
+from .atomic_io import as_value_error, error_text, read_regular, refuse_link_out, require_regular
 from .checkpoint_metadata import MetadataUnpickler, check_metadata
 from .gc_pause import gc_paused
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, parse
-from .user_paths import note_checkpoint_folder, what_to_give
+from .user_paths import note_checkpoint_folder, path_hint
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -54,41 +54,41 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     refuse_link_out(path)
     try:
-        manifest = parse(read_ordinary(path, LARGEST))
+        manifest = parse(read_regular(path, LARGEST))
     except (FileNotFoundError, NotADirectoryError):
         what = "there is no such folder"
         if folder.is_dir():
             what = f"it has no manifest.json, and no checkpoint is in it.{note_checkpoint_folder(folder)}"
         elif folder.exists():
             what = "it is a file"
-        instead = what_to_give(folder) or "give a folder such as RUN_DIR/checkpoints/iter_0000100, or a run's"
+        instead = path_hint(folder) or "give a folder such as RUN_DIR/checkpoints/iter_0000100, or a run's"
         what = f"{what.removesuffix('.')}. {instead[0].upper()}{instead[1:]}"
         raise ValueError(f"{str(folder)!r} is not a checkpoint of megatron_fp8: {what}.") from None
     except OSError as error:
         raise ValueError(
-            f"{str(path)!r} cannot be read ({in_words(error)}){_permission_hint(error)}."
+            f"{str(path)!r} cannot be read ({error_text(error)}){_permission_hint(error)}."
         ) from error
     except NotAManifest as error:
         raise ValueError(f"{str(path)!r} {error}.") from error
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is damaged ({error}): {use_another(folder)}") from error
+        raise ValueError(f"{str(path)!r} is damaged ({error}): {other_checkpoint_hint(folder)}") from error
     match = _NAMED.fullmatch(Path(os.path.abspath(folder)).name)
     if match and int(match[1]) != manifest.iteration:
         raise ValueError(
             f"{str(path)!r} is of iteration {manifest.iteration}, and its folder is named {match[0]}: one of them was"
-            f" changed. {use_another(folder)}"
+            f" changed. {other_checkpoint_hint(folder)}"
         )
     return manifest
 
 
-def without_checksum(manifest: Manifest) -> list[str]:
+def missing_checksum_note(manifest: Manifest) -> list[str]:
     """A line for the user if the manifest has no checksum (version 1); else none."""
     if manifest.checked:
         return []
     return ["the checkpoint's manifest is of an earlier version, which had no checksum: it is used unchecked"]
 
 
-def of_each_rank(manifest: Manifest, overrides: Collection[str]) -> list[str]:
+def expert_override_notes(manifest: Manifest, overrides: Collection[str]) -> list[str]:
     """A line for each override that applied to more experts when the checkpoint was saved than now."""
     return [
         f"fp8_overrides={key!r} names one expert of the whole model; when the checkpoint was saved it named one on each"
@@ -126,7 +126,7 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
         path, expected = folder / name, manifest.files[name]
         refuse_link_out(path)
         try:
-            size = ordinary(path.stat()).st_size
+            size = require_regular(path.stat()).st_size
             if size != expected["bytes"]:
                 problem = f"has {size} bytes and was written with {expected['bytes']}"
             elif digest(path) != expected["sha256"]:
@@ -138,7 +138,7 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
         except OSError as error:
             problem = f"cannot be read ({error.strerror})"
         raise ValueError(
-            f"the checkpoint {str(folder)!r} is damaged: {name} {problem}. {use_another(folder)}"
+            f"the checkpoint {str(folder)!r} is damaged: {name} {problem}. {other_checkpoint_hint(folder)}"
         )
     if names is None:
         check_listed(folder, manifest)
@@ -150,11 +150,12 @@ def check_listed(folder: Path, manifest: Manifest) -> None:
     used_files |= {_MEGATRON_METADATA} if (folder / _MEGATRON_METADATA).exists() else set()
     if missing := sorted(used_files - set(manifest.files)):
         raise ValueError(
-            f"the checkpoint {str(folder)!r} is damaged: its manifest does not list {missing[0]}. {use_another(folder)}"
+            f"the checkpoint {str(folder)!r} is damaged: its manifest does not list {missing[0]}."
+            f" {other_checkpoint_hint(folder)}"
         )
 
 
-def use_another(folder: Path) -> str:
+def other_checkpoint_hint(folder: Path) -> str:
     """A remedy for messages: the newest other complete checkpoint, if there is one."""
     others = [path for path in complete_checkpoints(folder.parent) if path != folder]
     if others:
@@ -210,7 +211,7 @@ def not_finite_checkpoints(folder: Path) -> list[Path]:
 
 
 def _checkpoints(folder: Path, pattern: str) -> list[Path]:
-    with explained(f"{str(folder)!r} cannot be listed", ": check its permissions."):
+    with as_value_error(f"{str(folder)!r} cannot be listed", ": check its permissions."):
         entries = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     by_iteration = [(int(m[1]), path) for path in entries if (m := re.fullmatch(pattern, path.name))]
     return [path for _, path in sorted(by_iteration)]
@@ -227,13 +228,13 @@ def latest_checkpoint(folder: Path) -> Path | None:
     pointer = folder / LATEST
     refuse_link_out(pointer)
     try:
-        name = read_ordinary(pointer, 4096).decode("utf-8", errors="replace").strip()
+        name = read_regular(pointer, 4096).decode("utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         complete = complete_checkpoints(folder)
         return complete[-1] if complete else None
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{str(pointer)!r} cannot be read ({in_words(error)}): give --resume=PATH of a checkpoint."
+            f"{str(pointer)!r} cannot be read ({error_text(error)}): give --resume=PATH of a checkpoint."
         ) from error
     if re.fullmatch(r"iter_\d{7,}", name) and (folder / name).is_dir():
         return folder / name
@@ -281,19 +282,19 @@ def read_metadata(folder: Path) -> Any:
     path = folder / METADATA
     refuse_link_out(path)
     try:
-        metadata = MetadataUnpickler(read_ordinary(path, LARGEST_METADATA)).load()
+        metadata = MetadataUnpickler(read_regular(path, LARGEST_METADATA)).load()
     except FileNotFoundError:
         raise ValueError(
-            f"the checkpoint {str(folder)!r} is damaged: .metadata is missing. {use_another(folder)}"
+            f"the checkpoint {str(folder)!r} is damaged: .metadata is missing. {other_checkpoint_hint(folder)}"
         ) from None
     except OSError as error:
         raise ValueError(
-            f"{str(path)!r} cannot be read ({in_words(error)}){_permission_hint(error)}."
+            f"{str(path)!r} cannot be read ({error_text(error)}){_permission_hint(error)}."
         ) from error
     except Exception as error:  # a damaged pickle raises nearly anything
         raise ValueError(
             f"{str(path)!r} is not the metadata of a checkpoint ({_one_line(error)})."
-            f" {_other_torch(folder)}{use_another(folder)}"
+            f" {_other_torch(folder)}{other_checkpoint_hint(folder)}"
         ) from error
     if not isinstance(metadata, Metadata):
         raise ValueError(
@@ -302,7 +303,7 @@ def read_metadata(folder: Path) -> Any:
     try:
         check_metadata(metadata)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{str(path)!r} is damaged ({error}). {use_another(folder)}") from error
+        raise ValueError(f"{str(path)!r} is damaged ({error}). {other_checkpoint_hint(folder)}") from error
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
 

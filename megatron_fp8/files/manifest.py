@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .atomic_io import read_ordinary, refuse_link_out, write_file
+from .atomic_io import read_regular, refuse_link_out, write_file
 from .strict_json import COUNT, Kind, check_shape, is_count, load_json
 
 FORMAT, VERSION = "megatron_fp8 checkpoint", 3
@@ -140,7 +140,7 @@ def read_with_checksum(path: Path, largest: int) -> Any:
     Raises OSError; ValueError if it is a link out of its folder, no JSON, or an object whose checksum differs.
     """
     refuse_link_out(path)
-    content = load_json(read_ordinary(path, largest))
+    content = load_json(read_regular(path, largest))
     if isinstance(content, dict) and content.get("sha256") != checksum(content):
         raise ValueError(_DIFFERS)
     return content

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .atomic_io import open_ordinary
+from .atomic_io import open_regular
 from .strict_json import load_json
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -96,7 +96,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     a JSON object.
     """
     try:
-        stream = open_ordinary(path, sys.maxsize)
+        stream = open_regular(path, sys.maxsize)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -107,10 +107,10 @@ def read_lines(path: Path) -> Iterator[Line]:
                 yield Line(path, number, _parse(path, number, line))
 
 
-def unfinished(path: Path) -> bool:
+def has_incomplete_line(path: Path) -> bool:
     """Whether a file's last line is incomplete; ``read_lines`` skips it."""
     try:
-        with open_ordinary(path, sys.maxsize) as stream:
+        with open_regular(path, sys.maxsize) as stream:
             if not stream.seek(0, os.SEEK_END):
                 return False
             stream.seek(-1, os.SEEK_END)
@@ -271,7 +271,7 @@ def warn_missing(lacking: list[str]) -> None:
         warnings.warn(f"records are lost: {', '.join(lacking)}. Checkpoints do not need them.", stacklevel=3)
 
 
-def continued(path: Path, finished: int, first: int = 0, each: range = range(0)) -> RecordFile:
+def continue_file(path: Path, finished: int, first: int = 0, each: range = range(0)) -> RecordFile:
     """Open a .jsonl file after its records of iterations ``first`` to ``finished``; the rest of its content is dropped.
 
     Invalid lines, such as a full disk leaves, are dropped with a warning. Another warning follows if an iteration in

@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 from filelock import SoftFileLease, Timeout
 
-from .atomic_io import in_words, open_ordinary
+from .atomic_io import error_text, open_regular
 
 LOCK = ".lock"
 STALE_S = 60.0
@@ -118,7 +118,9 @@ class RunLock:
         try:
             self._lease.release()
         except OSError as error:
-            warnings.warn(f"the lock {str(self.path)!r} cannot be removed ({in_words(error)}).", stacklevel=2)
+            warnings.warn(
+                f"the lock {str(self.path)!r} cannot be removed ({error_text(error)}).", stacklevel=2
+            )
         for folder in self._made:
             try:
                 folder.rmdir()
@@ -221,7 +223,7 @@ def _machine() -> str:
 def _read(path: Path) -> dict[str, str] | None:
     """The fields of a lock, and when it was renewed; None if there is no lock. Opening it asks the server of a file."""
     try:
-        with open_ordinary(path, 1 << 20) as stream:
+        with open_regular(path, 1 << 20) as stream:
             status, content = os.fstat(stream.fileno()), stream.read().decode(errors="replace")
     except FileNotFoundError:
         return None

@@ -73,15 +73,15 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return levels == 0 or any(_is_deeper(part, levels - 1) for part in parts)
 
 
-def spelled_out(value: Any) -> Any:
+def nonfinite_as_text(value: Any) -> Any:
     """Plain values with NaN, Infinity and -Infinity as strings, as in protobuf's JSON.
 
     Python's `NaN` without quotes is an error to other readers, and null would lose which value it was.
     """
     if isinstance(value, dict):
-        return {name: spelled_out(inner) for name, inner in value.items()}
+        return {name: nonfinite_as_text(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [spelled_out(inner) for inner in value]
+        return [nonfinite_as_text(inner) for inner in value]
     return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

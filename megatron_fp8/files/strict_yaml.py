@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from .atomic_io import read_ordinary
+from .atomic_io import read_regular
 
 _LARGEST = 1 << 22
 """Limit in bytes of a hand-written file: a device has no end."""
@@ -22,7 +22,7 @@ _INT, _TEXT, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("int", "str", "m
 
 def read_yaml(path: Path) -> Any:
     """Parse a YAML file. Raises OSError if it cannot be read, is not ordinary or too large; else as ``load_yaml``."""
-    return load_yaml(read_ordinary(path, _LARGEST))
+    return load_yaml(read_regular(path, _LARGEST))
 
 
 def load_yaml(content: bytes) -> Any:

@@ -24,7 +24,7 @@ WIDTH = 80
 """Width of texts for a terminal, in characters."""
 
 
-def wrapped(text: str, first: str = "", after: str = "", width: int = WIDTH) -> str:
+def wrap(text: str, first: str = "", after: str = "", width: int = WIDTH) -> str:
     """The text in lines of at most ``width``; words stay whole. ``first``, ``after``: indents of the first line and the
     others."""
     wrapper = textwrap.TextWrapper(width, first, after, break_on_hyphens=False, break_long_words=False)

@@ -10,7 +10,7 @@ import difflib
 import os
 from pathlib import Path
 
-from .atomic_io import in_words, read_ordinary, refuse_link_out
+from .atomic_io import error_text, read_regular, refuse_link_out
 
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "examples" / "configs")
@@ -28,7 +28,7 @@ def config_hint(word: str) -> str:
     return f" Did you mean --config {word}?" if is_config else ""
 
 
-def which_config(given: str) -> str:
+def config_choices(given: str) -> str:
     """For messages: shipped configs with a similar name, and the list of all."""
     names = list(example_configs())
     name = Path(given).stem.lower()
@@ -70,12 +70,12 @@ def is_run(folder: Path) -> bool:
 def is_model_directory(folder: Path) -> bool:
     """Whether a folder holds a model in the format of transformers' save_pretrained."""
     try:
-        return b'"model_type"' in read_ordinary(folder / "config.json", _LARGEST)
+        return b'"model_type"' in read_regular(folder / "config.json", _LARGEST)
     except (OSError, ValueError):
         return False
 
 
-def what_to_give(path: Path) -> str | None:
+def path_hint(path: Path) -> str | None:
     """What to give instead of ``path``, which is neither a run nor a checkpoint; None: unknown."""
     if is_model_directory(path):
         return f"it is a model as transformers saves it; make a run of it first: megatron-fp8 import {path} RUN_DIR"
@@ -107,7 +107,7 @@ def note_checkpoint_folder(run_dir: Path) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except (OSError, ValueError) as error:
-        return f" Its {_CONFIG}, which may say where they are, cannot be read ({in_words(error)})."
+        return f" Its {_CONFIG}, which may say where they are, cannot be read ({error_text(error)})."
     section = content.get("checkpoint") if isinstance(content, dict) else None
     folder = section.get("folder") if isinstance(section, dict) else None
     if not isinstance(folder, str) or not folder:

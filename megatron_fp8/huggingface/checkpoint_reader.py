@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ..files.atomic_io import explained
+from ..files.atomic_io import as_value_error
 from ..files.checkpoint import (
     check_files,
     find_checkpoint,
+    missing_checksum_note,
     read_manifest,
     read_metadata,
     read_tensor,
-    without_checksum,
 )
 from ..plan.overrides import check_overrides
 from ..state.arena import is_slot_key
@@ -236,9 +236,9 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
     if section.get("fp8_guard"):
         section["fp8_overrides"] = {**as_overrides(manifest.state), **(section.get("fp8_overrides") or {})}
     _check_types(folder, section, len(metadata.state_dict_metadata))
-    with explained(f"the checkpoint {str(folder)!r} cannot be exported", errors=ValueError):
+    with as_value_error(f"the checkpoint {str(folder)!r} cannot be exported", errors=ValueError):
         origin = source_metadata_of(manifest.facts.get(FACT))
-    notes = [*without_checksum(manifest), *trained_beyond(path, folder)]
+    notes = [*missing_checksum_note(manifest), *trained_beyond(path, folder)]
     return Source(folder, section, run, metadata, manifest.facts.get("tokenizer"), notes, origin)
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..files.atomic_io import explained
+from ..files.atomic_io import as_value_error
 from ..files.strict_json import Kind, check_shape
 from .architectures import ARCHITECTURES, REFUSED, Architecture
 from .layout import heads_of
@@ -365,5 +365,5 @@ _SHAPE = {
 
 def check_types(config: Mapping[str, Any], file: str = "config.json") -> None:
     """Raises ValueError naming the first used field with a wrong type; null is accepted."""
-    with explained(file, errors=ValueError):
+    with as_value_error(file, errors=ValueError):
         check_shape(config, _SHAPE)

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..files.atomic_io import explained, refuse_link_out, remedy, sync, write_file
+from ..files.atomic_io import as_value_error, refuse_link_out, remedy, sync, write_file
 from ..files.strict_json import load_json
 from ..numerics.formats import E2M1
 
@@ -160,7 +160,7 @@ def find_file(folder: Path, name: str) -> Path | None:
         )
     if not target.is_file():
         raise ValueError(f"{str(path)!r} is not a file.")
-    with explained(f"{str(path)!r} cannot be read", ": make it readable."), target.open("rb") as stream:
+    with as_value_error(f"{str(path)!r} cannot be read", ": make it readable."), target.open("rb") as stream:
         start = stream.read(len(_POINTER))
     if start == _POINTER:
         raise ValueError(f"{str(path)!r} is a pointer of git LFS and not the file: run git lfs pull there.")
@@ -183,7 +183,9 @@ def read_json(path: Path) -> dict[str, Any]:
         if (path.parent / "adapter_config.json").exists():
             instead = "it is an adapter; merge it into its model (merge_and_unload) and save that"
         raise ValueError(f"{str(path.parent)!r} has no {path.name}: {instead}.")
-    with explained(f"{str(path)!r} cannot be read", ": put another in its place.", (OSError, ValueError)):
+    with as_value_error(
+        f"{str(path)!r} cannot be read", ": put another in its place.", (OSError, ValueError)
+    ):
         content = load_json(path.read_bytes())
     if not isinstance(content, dict):
         raise ValueError(f"{str(path)!r} is not an object, but {type(content).__name__}.")
@@ -260,7 +262,9 @@ class Tensors:
     def _open(self, path: Path) -> Any:
         if find_file(path.parent, path.name) is None:
             raise ValueError(f"{str(path.parent)!r} has no {path.name}: {_missing_weights_hint(path)}.")
-        with explained(f"{str(path)!r} is damaged or no safetensors file", ".", (OSError, SafetensorError)):
+        with as_value_error(
+            f"{str(path)!r} is damaged or no safetensors file", ".", (OSError, SafetensorError)
+        ):
             return self._files.enter_context(safe_open(path, framework="pt"))
 
     def __enter__(self) -> Tensors:

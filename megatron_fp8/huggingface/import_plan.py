@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..files.atomic_io import unseen
+from ..files.atomic_io import files_not_visible
 from ..numerics.formats import E2M1, E4M3
 from ..params.block_codes import is_scales_key, scales_key
 from ..state.collectives import first_rank_with, from_rank
@@ -203,7 +203,7 @@ class Sharing:
         size = self.first(lambda: file.stat().st_size)
 
         def look() -> None:
-            if unseen(file.parent, {file.name: size}, _PATIENCE_S):
+            if files_not_visible(file.parent, {file.name: size}, _PATIENCE_S):
                 raise ValueError(
                     f"rank {self.rank} does not see {str(file.parent)!r}, which rank 0 has made: give a RUN_DIR on a file"
                     " system that all nodes have under the same path."

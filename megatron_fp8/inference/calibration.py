@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ..files.argument_check import check_model
-from ..files.atomic_io import explained, in_words, read_ordinary
+from ..files.atomic_io import as_value_error, error_text, read_regular
 from ..files.strict_json import load_json
 from ..linear.tensor_parallel import weight_of
 from ..numerics.formats import E4M3
@@ -218,7 +218,7 @@ class Calibration:
             "facts": self.facts,
             "tensors": {n: {"shape": list(r.shape), **r.statistics} for n, r in self.ranges.items()},
         }
-        with explained(f"{str(folder)!r} cannot be written", ": give another folder"):
+        with as_value_error(f"{str(folder)!r} cannot be written", ": give another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / TENSORS).write_bytes(content)
             (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -234,7 +234,7 @@ def load_calibration(folder: str | Path) -> Calibration:
     folder = Path(folder)
     remedy = "run megatron-fp8 calibrate again"
     try:
-        text, content = (read_ordinary(folder / name, _LARGEST) for name in (RECORD, TENSORS))
+        text, content = (read_regular(folder / name, _LARGEST) for name in (RECORD, TENSORS))
     except FileNotFoundError as error:
         missing = Path(str(error.filename)).name
         raise ValueError(
@@ -242,7 +242,7 @@ def load_calibration(folder: str | Path) -> Calibration:
         ) from None
     except OSError as error:
         raise ValueError(
-            f"the calibration in {str(folder)!r} cannot be read ({in_words(error)}): {remedy}"
+            f"the calibration in {str(folder)!r} cannot be read ({error_text(error)}): {remedy}"
         ) from error
     try:
         return _parse(text, content)

@@ -32,7 +32,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from ..files.atomic_io import explained
+from ..files.atomic_io import as_value_error
 from ..fp8_utils import quantizes
 from . import environment as compat
 from . import is_installed
@@ -155,7 +155,7 @@ def _options(config: Any) -> dict[str, Any]:
 
 def _layer_frequency(config: Any) -> AbstractContextManager[None]:
     """Context: Megatron-Core's assertion that the list is as long as the model becomes a ValueError."""
-    return explained(f"moe_layer_freq={config.moe_layer_freq!r}", errors=AssertionError)
+    return as_value_error(f"moe_layer_freq={config.moe_layer_freq!r}", errors=AssertionError)
 
 
 def _require_installed() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files.atomic_io import read_ordinary
+from ..files.atomic_io import read_regular
 from ..files.strict_json import load_json
 from ..recipe import Recipe, recipe_name
 
@@ -166,7 +166,7 @@ def load_table(path: str) -> SizeTable:
 @functools.lru_cache(maxsize=8)
 def _load(path: str, changed: int) -> SizeTable:
     try:
-        content = load_json(read_ordinary(Path(path), _LARGEST))
+        content = load_json(read_regular(Path(path), _LARGEST))
     except OSError as error:
         raise _error(path, f"it cannot be read ({error.strerror})") from error
     except ValueError as error:

@@ -115,7 +115,7 @@ def _gaps(found: dict[int, float | None]) -> tuple[tuple[int, int, str], ...]:
     gaps: list[tuple[int, int, str]] = []
     before = None
     for iteration in sorted(found):
-        word = in_words(found[iteration])
+        word = nonfinite_text(found[iteration])
         if word is not None and gaps and before == gaps[-1][1] and gaps[-1][2] == word:
             gaps[-1] = (gaps[-1][0], iteration, word)
         elif word is not None:
@@ -124,7 +124,7 @@ def _gaps(found: dict[int, float | None]) -> tuple[tuple[int, int, str], ...]:
     return tuple(gaps)
 
 
-def in_words(value: float | None) -> str | None:
+def nonfinite_text(value: float | None) -> str | None:
     """'null', 'NaN', 'Infinity' or '-Infinity'; None for a number."""
     if value is None:
         return "null"

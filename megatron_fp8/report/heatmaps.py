@@ -169,7 +169,7 @@ _LARGEST = np.float32(1.875 * 2.0**127)
 """The largest number with three mantissa bits; larger finite numbers are shown as this, not as Infinity."""
 
 
-def packed(values: NDArray) -> str:
+def encode_array(values: NDArray) -> str:
     """The array's bytes, little-endian, deflated (zlib format), in base64."""
     little = values.astype(values.dtype.newbyteorder("<"), copy=False)
     return base64.b64encode(zlib.compress(little.tobytes(), 6)).decode("ascii")
@@ -179,7 +179,7 @@ def codes_of(values: NDArray[np.float64]) -> NDArray[np.uint32]:
     """Codes of numbers, rounded to nearest even. NaN becomes NAN; infinities stay; finite numbers stay finite."""
     finite = np.clip(values, -_LARGEST, _LARGEST)
     rounded = np.where(np.isinf(values), values, finite).astype(np.float32)
-    return np.where(np.isnan(values), np.uint32(NAN), shortened(rounded.view(np.uint32), BITS[0]))
+    return np.where(np.isnan(values), np.uint32(NAN), round_mantissas(rounded.view(np.uint32), BITS[0]))
 
 
 def values_of(codes: NDArray[np.uint32]) -> NDArray[np.float64]:
@@ -187,7 +187,7 @@ def values_of(codes: NDArray[np.uint32]) -> NDArray[np.float64]:
     return (codes << np.uint32(8)).view(np.float32).astype(np.float64)
 
 
-def shortened(bits: NDArray[np.uint32], mantissa: int) -> NDArray[np.uint32]:
+def round_mantissas(bits: NDArray[np.uint32], mantissa: int) -> NDArray[np.uint32]:
     """Codes from float32 bits, rounded to ``mantissa`` bits; infinities and NaN keep their upper bits."""
     drop = np.uint32(23 - mantissa)
     half = (np.uint32(1) << (drop - np.uint32(1))) - np.uint32(1)
@@ -197,14 +197,14 @@ def shortened(bits: NDArray[np.uint32], mantissa: int) -> NDArray[np.uint32]:
     return np.where(special, bits, rounded) >> np.uint32(8)
 
 
-def packed_map(codes: NDArray[np.uint32], mantissa: int) -> str:
+def encode_map(codes: NDArray[np.uint32], mantissa: int) -> str:
     """Codes [sites, iterations] for the page, with mantissas rounded to ``mantissa`` bits; special codes are
     unchanged.
 
     Each code is stored as the difference to the previous one, modulo 2**24, since a site changes slowly. All
     high bytes come first, then the middle ones, then the low ones: deflate compresses similar bytes well.
     """
-    cut = shortened(codes << np.uint32(8), mantissa)
+    cut = round_mantissas(codes << np.uint32(8), mantissa)
     steps = np.diff(cut, axis=1, prepend=np.uint32(0))
     planes = np.stack([steps >> np.uint32(16), steps >> np.uint32(8), steps]) & np.uint32(0xFF)
-    return packed(planes.astype(np.uint8))
+    return encode_array(planes.astype(np.uint8))

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ..files.atomic_io import explained, replace_file
+from ..files.atomic_io import as_value_error, replace_file
 from ..files.terminal import number_ranges
 from ..plan.settings import quantized_as
 from .curves import VALIDATION, Curve
-from .heatmaps import ABSENT, BITS, NAN, NULL, Statistics, meaning, packed, packed_map
+from .heatmaps import ABSENT, BITS, NAN, NULL, Statistics, encode_array, encode_map, meaning
 from .run import Run
 
 LARGEST = 3_000_000
@@ -36,7 +36,7 @@ def write_html(runs: Sequence[Run], path: Path) -> int:
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"--html={path} is a folder or no ordinary file. Give the name of a file to write.")
-    with explained(f"--html={path} cannot be written", ": give another file."):
+    with as_value_error(f"--html={path} cannot be written", ": give another file."):
         if path.exists() and not path.read_bytes()[:1024].lstrip().lower().startswith(b"<!doctype html"):
             raise ValueError(
                 f"--html={path}: it is there and is no HTML file, so it is not replaced. Give another name."
@@ -69,7 +69,7 @@ def html_of(runs: Sequence[Run]) -> str:
         "without_statistics": [run.name for run in runs if not run.statistics],
         "maps": _maps_of_precision(runs),
         "gemms": GEMMS,
-        "bokeh": packed(np.frombuffer(javascript().encode(), dtype=np.uint8)),
+        "bokeh": encode_array(np.frombuffer(javascript().encode(), dtype=np.uint8)),
         "models": _json(models(runs)),
     }  # fmt: skip
     template = templates.get_template("page.html")
@@ -121,8 +121,8 @@ def _data(runs: Sequence[Run], maps: Sequence[dict[str, Any] | None]) -> dict[st
 def _curve(curve: Curve) -> dict[str, Any]:
     iterations, values = curve.thinned()
     return {
-        "x": packed(iterations.astype(np.float64)),
-        "y": packed(values.astype(np.float32)),
+        "x": encode_array(iterations.astype(np.float64)),
+        "y": encode_array(values.astype(np.float32)),
         "gaps": curve.gaps[:_EVENTS],
     }
 
@@ -152,12 +152,12 @@ def _statistics(run: Run, found: Statistics | None, bits: int) -> dict[str, Any]
     planned = [plans.setdefault(sentences.get(name, ""), len(plans)) for name in found.sites]
     maps: dict[str, dict[str, str]] = {}
     for (tensor, statistic), codes in found.maps.items():
-        maps.setdefault(tensor, {})[statistic] = packed_map(codes, bits)
+        maps.setdefault(tensor, {})[statistic] = encode_map(codes, bits)
     return {
         "sites": found.sites,
         "plans": list(plans),
         "planned": planned,
-        "iterations": packed(found.iterations.astype(np.float64)),
+        "iterations": encode_array(found.iterations.astype(np.float64)),
         "merged": found.merged,
         "bits": bits,
         "maps": maps,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..diagnosis.advice import advice_of
-from ..files.atomic_io import explained, in_words, read_ordinary
+from ..files.atomic_io import as_value_error, error_text, read_regular
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
-from ..files.user_paths import RUN_FILES, what_to_give
+from ..files.user_paths import RUN_FILES, path_hint
 from ..state.precision_schedule import PrecisionSchedule
 from ..train.run_record import RunRecord, require_folder
 from .curves import (
@@ -78,7 +78,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     """The run in a folder. Raises ValueError as ``read_runs`` does."""
     require_folder(folder)
     if not any((folder / file).exists() for file in RUN_FILES):
-        remedy = what_to_give(folder) or "give the folder that train calls run_dir"
+        remedy = path_hint(folder) or "give the folder that train calls run_dir"
         raise ValueError(
             f"{str(folder)!r} is not a run's folder, which has one of {', '.join(RUN_FILES)}: {remedy}."
         )
@@ -118,11 +118,11 @@ def _phases(report: dict[str, Any]) -> tuple[tuple[str, str, int, int], ...]:
 
 def _advice(path: Path) -> tuple[ShownAdvice, ...]:
     try:
-        return read_advice(read_ordinary(path, LARGEST), str(path))
+        return read_advice(read_regular(path, LARGEST), str(path))
     except FileNotFoundError:
         return ()
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read ({in_words(error)}).") from error
+        raise ValueError(f"{str(path)!r} cannot be read ({error_text(error)}).") from error
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ShownAdvice:
 
 def read_advice(content: bytes, path: str) -> tuple[ShownAdvice, ...]:
     """Parses an advice.json, a list. Raises ValueError."""
-    with explained(f"{path!r} is no JSON", ": correct it or remove it.", ValueError):
+    with as_value_error(f"{path!r} is no JSON", ": correct it or remove it.", ValueError):
         found = load_json(content)
     if not isinstance(found, list):
         raise ValueError(f"{path!r} has no list of advice: correct it or remove it.")

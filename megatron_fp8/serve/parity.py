@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..files.strict_json import spelled_out
+from ..files.strict_json import nonfinite_as_text
 from ..huggingface.aux_files import run_tokenizer
 from ..huggingface.checkpoint_reader import Source
 from ..huggingface.config import exported_architecture, hf_config, model_section
@@ -144,7 +144,7 @@ class Parity:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; NaN and Inf as texts."""
-        plain: dict[str, Any] = spelled_out(asdict(self))
+        plain: dict[str, Any] = nonfinite_as_text(asdict(self))
         return plain
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends import choose_backend, warn_slow_backend
-from ..files.atomic_io import explained, read_ordinary, write_result
+from ..files.atomic_io import as_value_error, read_regular, write_result
 from ..files.manifest import LARGEST
 from ..files.strict_json import load_json
 from ..files.terminal import printable
@@ -82,7 +82,7 @@ def bench(options: argparse.Namespace, run_options: list[str]) -> None:
     if options.json:
         print(json.dumps(result, indent=1))
     lost = ": what was measured is lost"  # such as by a full disk
-    with explained(f"--out={options.out} cannot be written", lost, raises=StudyFailed):
+    with as_value_error(f"--out={options.out} cannot be written", lost, raises=StudyFailed):
         if options.tune:
             _write_table(options.out, record, request.recipes[0], backends[0][0].name, measured.rows)
         elif options.out:
@@ -341,7 +341,7 @@ class Change:
 def read_earlier(path: Path) -> dict[str, Any]:
     """An earlier result of `bench --out` or `--json`. Raises ValueError for any other file."""
     try:
-        content = load_json(read_ordinary(path, LARGEST))
+        content = load_json(read_regular(path, LARGEST))
         rows = content["rows"]
         if any(row["spread"] is None for row in rows):
             raise ValueError(f"it has no spread, since it has fewer than {LEAST_FOR_SPREAD} repetitions")

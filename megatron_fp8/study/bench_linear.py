@@ -235,7 +235,7 @@ def _norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:])
 
 
-def converted(model: nn.Module, recipe: Recipe, backend: ModuleType) -> nn.Module:
+def convert_copy(model: nn.Module, recipe: Recipe, backend: ModuleType) -> nn.Module:
     """A copy of the model with FP8 linears; suppresses the conversion's table."""
     with contextlib.redirect_stdout(io.StringIO()):
         return convert_to_fp8(copy.deepcopy(model), Fp8Config(recipe=recipe, backend=backend.name))
@@ -244,7 +244,7 @@ def converted(model: nn.Module, recipe: Recipe, backend: ModuleType) -> nn.Modul
 def layer(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
     """Times forward and backward of one layer, including quantization of its weights."""
     bf16 = Layer(shape.k, shape.n, bench.device)
-    fp8 = converted(bf16, recipe, backend)
+    fp8 = convert_copy(bf16, recipe, backend)
     x, dy = (bench.matrix(shape.tokens, shape.k, seed=seed) for seed in (1, 3))
 
     def run(model: nn.Module, ends: bool) -> tuple[Tensor, ...]:
@@ -264,7 +264,7 @@ def layer(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> Non
 def step(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
     """Times a training step of a two-layer model: forward, backward, AdamW, the end of the FP8 iteration."""
     bf16 = Model(shape.k, shape.n, bench.device)
-    fp8 = converted(bf16, recipe, backend)
+    fp8 = convert_copy(bf16, recipe, backend)
     generator = torch.Generator(bench.device).manual_seed(6)
     ids = torch.randint(
         _VOCAB, (shape.tokens + 1,), generator=generator, dtype=torch.int64, device=bench.device
@@ -295,7 +295,7 @@ def step(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None
 def inference(bench: Bench, shape: Gemm, recipe: Recipe, backend: ModuleType) -> None:
     """Times the forward of one layer with weights prepared for inference."""
     bf16 = Layer(shape.k, shape.n, bench.device)
-    fp8 = converted(bf16, recipe, backend)
+    fp8 = convert_copy(bf16, recipe, backend)
     x = bench.matrix(shape.tokens, shape.k, seed=1)
     leaf = x.detach().requires_grad_()
     fp8(leaf).float().sum().backward()  # fills the history of delayed scaling

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ..files.atomic_io import explained
+from ..files.atomic_io import as_value_error
 from ..files.checkpoint import complete_checkpoints
 from ..files.records import read_lines
 from ..files.strict_yaml import read_yaml
@@ -37,7 +37,7 @@ _OF_FP8 = (
 
 
 @dataclass(frozen=True)
-class WantedRun:
+class PlannedRun:
     """One run.
 
     Attributes:
@@ -86,7 +86,7 @@ class WantedRun:
         path = self.folder / "config.yaml"
         if not path.exists():
             return
-        with explained(
+        with as_value_error(
             f"{str(path)!r} cannot be read",
             ": give another --out, or move that run away.",
             (OSError, ValueError),
@@ -119,7 +119,7 @@ class Comparison:
     seeds: tuple[int, ...]
     ranks: int
     out: Path
-    runs: tuple[WantedRun, ...]
+    runs: tuple[PlannedRun, ...]
 
 
 def plan(
@@ -168,11 +168,11 @@ def plan(
             from_parent = base.resume not in ("auto", "never") and not _has_begun(folder / "checkpoints")
             resume = base.resume if from_parent else "auto"
             arguments = [f"--config={config}", *options, f"--run_dir={folder}", f"--resume={resume}"]
-            with explained(name, errors=ValueError):
+            with as_value_error(name, errors=ValueError):
                 run = run_config.parse(arguments, ranks)
                 if seed == numbers[0]:
                     transformer_config(run.model)
-            runs.append(WantedRun(name, seed, folder, tuple(arguments), run))
+            runs.append(PlannedRun(name, seed, folder, tuple(arguments), run))
     return Comparison(config, tuple(overrides), names, numbers, ranks, out, tuple(runs))
 
 

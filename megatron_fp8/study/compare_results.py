@@ -19,7 +19,7 @@ from ..files.records import Line
 from ..plan.timing import table
 from ..train.run_record import RunRecord
 from . import StudyFailed
-from .compare_plan import BASELINE, Comparison, WantedRun
+from .compare_plan import BASELINE, Comparison, PlannedRun
 from .plots import recipe_colour
 
 FORMAT = "megatron_fp8 comparison 1"
@@ -91,7 +91,7 @@ class Row:
     verdict: str
 
 
-def read_outcome(run: WantedRun) -> Outcome:
+def read_outcome(run: PlannedRun) -> Outcome:
     """The result of a finished run.
 
     Raises:

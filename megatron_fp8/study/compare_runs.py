@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..files.atomic_io import explained
+from ..files.atomic_io import as_value_error
 from ..files.checkpoint import latest_checkpoint, read_manifest
 from ..files.run_lock import LockHeld, RunLock
 from ..files.terminal import printable
 from ..train.resume.run_folder import checkpoint_folder
 from ..train.stop import EXIT_BAD_INPUT
 from . import StudyFailed
-from .compare_plan import Comparison, WantedRun
+from .compare_plan import Comparison, PlannedRun
 
 _POLL_S = 0.2
 _GRACE_S = 60.0  # time for a run to finish its iteration and save
@@ -41,7 +41,7 @@ def lock_folder(out: Path) -> Iterator[None]:
     """
     # Without a job name: two comparisons in one SLURM job exclude each other too.
     lock = RunLock(out, "--out", environ={})
-    with explained(f"--out={out} cannot be used", ": give another folder."):
+    with as_value_error(f"--out={out} cannot be used", ": give another folder."):
         lock.take(_say)
     try:
         yield
@@ -83,7 +83,7 @@ def train_all(comparison: Comparison) -> None:
             _say(f"{run.name}: {added} iterations in {_minutes(time.monotonic() - began)}{there}{time_left}")
 
 
-def _wait_until_free(run: WantedRun) -> None:
+def _wait_until_free(run: PlannedRun) -> None:
     """Wait for a trainer left by a killed comparison to end. Raises ValueError if the folder stays locked."""
     if not run.folder.exists():
         return
@@ -100,13 +100,13 @@ def _wait_until_free(run: WantedRun) -> None:
             time.sleep(_POLL_S)
 
 
-def command(run: WantedRun, ranks: int) -> list[str]:
+def command(run: PlannedRun, ranks: int) -> list[str]:
     """The command line of a run, with the launcher for several ranks."""
     launcher = ["launch", f"--ranks={ranks}"] if ranks > 1 else []
     return [sys.executable, "-m", "megatron_fp8", *launcher, "train", *run.arguments]
 
 
-def _train(run: WantedRun, comparison: Comparison, *, first: bool) -> None:
+def _train(run: PlannedRun, comparison: Comparison, *, first: bool) -> None:
     log = comparison.out / "logs" / f"{run.folder.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     # The child must import the same package, whatever its working directory.
@@ -136,7 +136,7 @@ def _train(run: WantedRun, comparison: Comparison, *, first: bool) -> None:
         raise StudyFailed(f"{run.name} is not finished ({lacks}): {remedy} ({log}).")
 
 
-def _follow(process: subprocess.Popen[bytes], run: WantedRun) -> None:
+def _follow(process: subprocess.Popen[bytes], run: PlannedRun) -> None:
     """Wait for the process; print a line for each tenth of its iterations."""
     start, done = time.monotonic(), _line_count(run)
     while process.poll() is None:
@@ -175,7 +175,7 @@ def _ended_with_parent() -> Callable[[], Any] | None:
     return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def _line_count(run: WantedRun) -> int:
+def _line_count(run: PlannedRun) -> int:
     """Iterations in the run's metrics.jsonl."""
     path = run.folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0

@@ -24,14 +24,14 @@ import torch
 
 from ..backends import BACKENDS, emulated
 from ..backends import transformer_engine as engine
-from ..files.terminal import wrapped
+from ..files.terminal import wrap
 from ..kernels.cpu import emulation
 from ..plan.timing import unused_gpu
 from ..recipe import RECIPES, CustomRecipe, Recipe
 from ..state.collectives import own_device
 from ..train.report import device_name
 from .requirements import NOT_LOOKED_AT, Conflict, Need, Part, conflicts, facts, missing, parts
-from .support_matrix import GENERATIONS, OURS, RECIPE_NAMES, Cell, Generation, Trial, here, matrix
+from .support_matrix import GENERATIONS, OURS, RECIPE_NAMES, Cell, Generation, Trial, matrix, this_device
 
 SCHEMA = 1
 
@@ -101,7 +101,7 @@ def _plain(found: Iterable[Any]) -> list[dict[str, Any]]:
 def examine(options: list[str]) -> Examination:
     """Examines this machine, and what ``options`` (`--config=FILE` and more) need. Raises ValueError: bad options."""
     needs = missing(options) if options else None
-    tried, generation, found = list(trials()), here(), parts()
+    tried, generation, found = list(trials()), this_device(), parts()
     return Examination(
         device_name(),
         generation,
@@ -213,13 +213,13 @@ def _verdict(found: Examination) -> list[str]:
         verdict = f"FP8 works here: {ran}."
     if found.needs:
         verdict += f" The config needs {len(found.needs)} that this machine lacks: see the end."
-    return [wrapped(verdict, "", "  ")]
+    return [wrap(verdict, "", "  ")]
 
 
 def _fact(label: str, text: str) -> str:
     """A label with wrapped text next to it."""
     after = " " * (_LABEL + 1)
-    return wrapped(text, f"{label:<{_LABEL}} ", after)
+    return wrap(text, f"{label:<{_LABEL}} ", after)
 
 
 def _machine(found: Examination) -> list[str]:
@@ -250,8 +250,8 @@ def _conflicts(found: Examination) -> list[str]:
         return ["Known not to work together, or to be slow: nothing here"]
     lines = ["Known not to work together, or to be slow"]
     for conflict in found.conflicts:
-        lines.append(wrapped(f"{conflict.what}: {conflict.reason} ({conflict.source})", "  ", "    "))
-        lines.append(wrapped(conflict.remedy, "    -> ", "       "))
+        lines.append(wrap(f"{conflict.what}: {conflict.reason} ({conflict.source})", "  ", "    "))
+        lines.append(wrap(conflict.remedy, "    -> ", "       "))
     return lines
 
 
@@ -280,7 +280,7 @@ def _result(trial: Trial) -> str:
 def _matrix(cells: list[Cell]) -> list[str]:
     marks = {(cell.backend, cell.recipe, cell.device): cell.mark for cell in cells}
     columns = [(generation.key, generation.column) for generation in GENERATIONS]
-    lines = ["What runs where", *wrapped(_LEGEND, "  ", "  ").splitlines(), "", _heads()]
+    lines = ["What runs where", *wrap(_LEGEND, "  ", "  ").splitlines(), "", _heads()]
     lines.append(_row("", [column for _, column in columns]))
     for backend in dict.fromkeys(cell.backend for cell in cells):
         lines.append(backend)
@@ -321,16 +321,16 @@ def _footnotes(cells: Iterable[Cell]) -> Iterator[str]:
         on = "everywhere" if len(devices) == len(columns) else f"on {', '.join(devices)}"
         sources = dict.fromkeys(cell.source for cell in noted_cells if cell.source not in (None, OURS))
         origin = "".join(f" ({source})" for source in sources)
-        yield wrapped(f"{backend}{kinds} {on}: {text}{origin}", "  ", "    ")
+        yield wrap(f"{backend}{kinds} {on}: {text}{origin}", "  ", "    ")
         if remedy:
-            yield wrapped(remedy, "    -> ", "       ")
+            yield wrap(remedy, "    -> ", "       ")
 
 
 def _needs(found: Examination) -> list[str]:
     options = " ".join(found.options)
     if not found.needs:
         present = "versions, backends, packages, files and folders that it names are here"
-        return [wrapped(f"{options}: {present}. {_UNSEEN}", "", "  ")]
-    lines = [wrapped(f"{options} needs what is not here:", "", "  ")]
-    lines += [wrapped(f"{n.what}: {n.reason} -> {n.remedy}", "  ", "    ") for n in found.needs]
-    return [*lines, wrapped(_UNSEEN, "  ", "    ")]
+        return [wrap(f"{options}: {present}. {_UNSEEN}", "", "  ")]
+    lines = [wrap(f"{options} needs what is not here:", "", "  ")]
+    lines += [wrap(f"{n.what}: {n.reason} -> {n.remedy}", "  ", "    ") for n in found.needs]
+    return [*lines, wrap(_UNSEEN, "  ", "    ")]

@@ -32,7 +32,7 @@ def formats() -> Rows:
     """One row per format: counts of codes, limits, dynamic range in powers of two, largest error of normal values."""
     rows = []
     for fmt in all_formats():
-        normal = [i for i in by_magnitude(fmt) if i.values and 2.0**i.exponent >= fmt.smallest_normal]
+        normal = [i for i in intervals(fmt) if i.values and 2.0**i.exponent >= fmt.smallest_normal]
         errors = [i.worst_relative_error for i in normal if i.worst_relative_error is not None]
         rows.append(
             {
@@ -71,12 +71,12 @@ def values() -> Rows:
 
 def magnitudes() -> Rows:
     """One row per format and power of two."""
-    return [{"format": one.name, **vars(interval)} for one in all_formats() for interval in by_magnitude(one)]
+    return [{"format": one.name, **vars(interval)} for one in all_formats() for interval in intervals(one)]
 
 
 def recipes() -> Rows:
     """One row per recipe, operand and size of outliers."""
-    return [vars(quantized) for quantized in scaling_errors.by_recipe()]
+    return [vars(quantized) for quantized in scaling_errors.recipe_results()]
 
 
 def delays() -> Rows:
@@ -143,11 +143,11 @@ def show_values() -> str:
         exponents = torch.frexp(fmt.positive)[1] - 1
         for exponent in exponents.unique().tolist():
             inside = fmt.positive[exponents == exponent].tolist()
-            lines.append(f"  2^{exponent:<4}" + "".join(f"{exactly(value):>9}" for value in inside))
+            lines.append(f"  2^{exponent:<4}" + "".join(f"{exact_text(value):>9}" for value in inside))
     return "\n".join(lines)
 
 
-def exactly(value: float) -> str:
+def exact_text(value: float) -> str:
     """A value without rounding: as a decimal number, or as a fraction if that is long."""
     text = f"{value:g}"
     return text if len(text) <= 6 and float(text) == value else str(Fraction(value))
@@ -156,7 +156,7 @@ def exactly(value: float) -> str:
 def show_magnitudes() -> str:
     """Spacing and largest relative error of each element format, from large to small."""
     shown = [fmt for fmt in all_formats() if fmt.rounded is not None]
-    by_name = {fmt.name: {i.exponent: i for i in by_magnitude(fmt)} for fmt in shown}
+    by_name = {fmt.name: {i.exponent: i for i in intervals(fmt)} for fmt in shown}
     small = [i for fmt in shown if fmt.bits <= 8 for i in by_name[fmt.name]]
     rows = []
     for exponent in range(max(small), min(small) - 1, -1):
@@ -167,7 +167,7 @@ def show_magnitudes() -> str:
     return table(("from", *(f"{fmt.name}" for fmt in shown)), rows)
 
 
-def _cell(one: Described, exponent: int, interval: Interval | None) -> str:
+def _cell(one: FormatProperties, exponent: int, interval: Interval | None) -> str:
     """Spacing and error, or the effect on values outside the format."""
     if 2.0**exponent > one.max:
         return "Inf" if one.bits == 16 else "saturates"
@@ -178,8 +178,8 @@ def _cell(one: Described, exponent: int, interval: Interval | None) -> str:
 
 def show_recipes() -> str:
     """SQNR of ordinary elements by recipe and size of the outliers."""
-    rows: dict[tuple[str, str], list[scaling_errors.Quantized]] = {}
-    for q in scaling_errors.by_recipe():
+    rows: dict[tuple[str, str], list[scaling_errors.RecipeResult]] = {}
+    for q in scaling_errors.recipe_results():
         rows.setdefault((q.recipe, q.rule), []).append(q)
     cells = [
         (f"{name} {rule.split()[1]}", *(f"{q.ordinary_sqnr_db:.1f} {q.ordinary_flushed:3.0%}" for q in found))
@@ -227,7 +227,7 @@ _GRID = 4096  # points per power of two: includes all values and midpoints for m
 
 
 @dataclass(frozen=True, eq=False)
-class Described:
+class FormatProperties:
     """A format with its values and its rounding.
 
     Attributes:
@@ -289,7 +289,7 @@ class Interval:
 
 
 @cache
-def all_formats() -> tuple[Described, ...]:
+def all_formats() -> tuple[FormatProperties, ...]:
     """E4M3, E5M2, E8M0, BF16, FP16, E2M1."""
     return (
         _element(E4M3, "weights and activations"),
@@ -302,7 +302,7 @@ def all_formats() -> tuple[Described, ...]:
 
 
 @cache
-def by_magnitude(described: Described) -> list[Interval]:
+def intervals(described: FormatProperties) -> list[Interval]:
     """Intervals from one power of two below the smallest value to one above the largest."""
     positive = described.positive
     first, last = _exponent(described.smallest) - 1, _exponent(described.max) + 1
@@ -320,7 +320,7 @@ def by_magnitude(described: Described) -> list[Interval]:
     return found
 
 
-def _errors(described: Described, exponent: int) -> tuple[float | None, float | None]:
+def _errors(described: FormatProperties, exponent: int) -> tuple[float | None, float | None]:
     if described.rounded is None:
         return None, None
     steps = torch.arange(_GRID, dtype=torch.float64, device="cpu") / _GRID
@@ -341,30 +341,32 @@ def _codes(count: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.int32, device="cpu")
 
 
-def _element(fmt: FloatFormat, use: str) -> Described:
+def _element(fmt: FloatFormat, use: str) -> FormatProperties:
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return decode(cast(x.to(torch.float32), None, fmt)).to(torch.float64)
 
     codes = _codes(256).to(torch.uint8).view(fmt.dtype)
-    return Described(fmt.name, 8, use, decode(codes).to(torch.float64), rounded)
+    return FormatProperties(fmt.name, 8, use, decode(codes).to(torch.float64), rounded)
 
 
-def _scale(fmt: FloatFormat, use: str) -> Described:
-    return Described(fmt.name, 8, use, e8m0_to_scale_inv(_codes(256).to(torch.uint8)).to(torch.float64), None)
+def _scale(fmt: FloatFormat, use: str) -> FormatProperties:
+    return FormatProperties(
+        fmt.name, 8, use, e8m0_to_scale_inv(_codes(256).to(torch.uint8)).to(torch.float64), None
+    )
 
 
-def _torch(name: str, dtype: torch.dtype, use: str) -> Described:
+def _torch(name: str, dtype: torch.dtype, use: str) -> FormatProperties:
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return x.to(torch.float32).to(dtype).to(torch.float64)
 
     values = _codes(65536).to(torch.int16).view(dtype).to(torch.float64)
-    return Described(name, 16, use, values, rounded)
+    return FormatProperties(name, 16, use, values, rounded)
 
 
-def _e2m1() -> Described:
+def _e2m1() -> FormatProperties:
     numbers = nvfp4.values(nvfp4.pack(_codes(16).to(torch.uint8)[None]), torch.float64)[0]
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return numbers[nvfp4.encode(x.to(torch.float32)).to(torch.int64)]
 
-    return Described(E2M1.name, 4, "nvfp4", numbers, rounded)
+    return FormatProperties(E2M1.name, 4, "nvfp4", numbers, rounded)

@@ -10,9 +10,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..files.atomic_io import explained
+from ..files.atomic_io import as_value_error
 from . import scaling_errors
-from .format_tables import all_formats, by_magnitude
+from .format_tables import all_formats, intervals
 
 FORMATS = {
     "e4m3": "#0072b2",
@@ -78,7 +78,7 @@ def draw(path: Path) -> None:
     _errors(axes[0][1])
     _recipes(axes[1][0])
     _delays(axes[1][1])
-    with explained(f"--png={path} cannot be written", ": give another file"):
+    with as_value_error(f"--png={path} cannot be written", ": give another file"):
         figure.savefig(path, dpi=110)
 
 
@@ -100,7 +100,7 @@ def _ranges(axes: Any) -> None:
 def _errors(axes: Any) -> None:
     for fmt in (f for f in all_formats() if f.rounded is not None):
         found = [
-            i for i in by_magnitude(fmt) if i.worst_relative_error is not None and _FIRST <= i.exponent <= 20
+            i for i in intervals(fmt) if i.worst_relative_error is not None and _FIRST <= i.exponent <= 20
         ]
         edges = [i.exponent for i in found]
         heights = [min(i.worst_relative_error or 0.0, 4.0) for i in found]
@@ -123,8 +123,8 @@ def _errors(axes: Any) -> None:
 
 
 def _recipes(axes: Any) -> None:
-    lines: dict[tuple[str, str], list[scaling_errors.Quantized]] = {}
-    for q in scaling_errors.by_recipe():
+    lines: dict[tuple[str, str], list[scaling_errors.RecipeResult]] = {}
+    for q in scaling_errors.recipe_results():
         lines.setdefault((q.recipe, q.rule), []).append(q)
     for (name, rule), found in lines.items():
         dashed = "--" if rule.split()[1] in ("128x128", "16x16") else "-"

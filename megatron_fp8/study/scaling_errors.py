@@ -30,7 +30,7 @@ NAMES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True)
-class Quantized:
+class RecipeResult:
     """Result of a recipe on the tensor.
 
     Attributes:
@@ -49,7 +49,7 @@ class Quantized:
     ordinary_flushed: float
 
 
-def with_outliers(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def outlier_tensor(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(float32 [ROWS, COLS] with standard deviation 1, bool mask of the OUTLIERS elements set to `size`)."""
     generator = torch.Generator("cpu").manual_seed(seed)
     x = torch.randn(ROWS, COLS, generator=generator, dtype=torch.float32, device="cpu")
@@ -70,11 +70,11 @@ def sqnr(x: torch.Tensor, found: torch.Tensor) -> float:
 
 
 @cache
-def by_recipe(seed: int = 0) -> tuple[Quantized, ...]:
+def recipe_results(seed: int = 0) -> tuple[RecipeResult, ...]:
     """Every recipe and operand with a distinct rule, at every size of outliers."""
     found = []
     for size in SIZES:
-        x, outliers = with_outliers(size, seed)
+        x, outliers = outlier_tensor(size, seed)
         for name in NAMES:
             recipe = RECIPES[name]()
             seen = set()
@@ -85,7 +85,7 @@ def by_recipe(seed: int = 0) -> tuple[Quantized, ...]:
                 seen.add(rule)
                 y = quantize(x, recipe, role).dequantize(torch.float32)
                 found.append(
-                    Quantized(
+                    RecipeResult(
                         name,
                         rule,
                         size,

@@ -83,7 +83,7 @@ GENERATIONS = (
 """Columns of the matrix, in their order."""
 
 
-def here() -> Generation | None:
+def this_device() -> Generation | None:
     """The column of the device that this process computes on; None for a GPU without a column."""
     if not torch.cuda.is_available():
         amx, short = torch.cpu._is_amx_tile_supported(), emulation.AVX512 in emulation.inner_loops()
@@ -217,13 +217,13 @@ def matrix(here: Generation | None, trials: Iterable[Trial]) -> list[Cell]:
     for backend in (*BACKENDS, *LAYER_BACKENDS):
         for recipe in RECIPE_NAMES:
             for generation in GENERATIONS:
-                cell = documented(backend, recipe, generation)
+                cell = documented_cell(backend, recipe, generation)
                 trial = tried.get((backend, recipe)) if generation == here else None
                 cells.append(cell if trial is None else _from_trial(cell, trial))
     return cells
 
 
-def documented(backend: str, recipe: str, generation: Generation, made: Recipe | None = None) -> Cell:
+def documented_cell(backend: str, recipe: str, generation: Generation, made: Recipe | None = None) -> Cell:
     """One cell, without a trial. ``made``: the recipe with a run's options; None: with defaults."""
     made = RECIPES[recipe]() if made is None else made
     cell = Cell(backend, recipe, generation.key, True, "documentation")
@@ -354,7 +354,7 @@ def native_support(model: Model, device: Device) -> DeviceSupport | None:
     backend = native.name if request in (None, "auto") else str(request)
     recipes, notes = recipe_of(model), []
     for name in dict.fromkeys([recipe_name_of(model), *_override_recipes(model.fp8_overrides)]):
-        cell = documented(backend, name, generation, recipes(name))
+        cell = documented_cell(backend, name, generation, recipes(name))
         if not cell.supported:
             place = f"{backend} {name} on {generation.name}"
             return DeviceSupport(cell.supported, f"{place}: {cell.reason or cell.note}")

@@ -37,10 +37,10 @@ from ..state.observer_protocol import SeenCast, SeenLinear, SeenProduct
 from ..tensor import Float8Tensor, Operand
 from .health import MissingStats
 from .high_precision_tensors import observe_gradients, weight_values
-from .replica_dedup import Agreed
+from .replica_dedup import RankAgreement
 from .settings import TelemetrySettings
 from .stat_registry import TENSORS
-from .tensor_stats import Layout, Measured, finish, measure
+from .tensor_stats import Layout, Measurement, finish, measure
 from .what_if import Histories, what_if
 
 Row = tuple[str, str]
@@ -67,9 +67,9 @@ class _Table:
     sums: int
     extremes: int
 
-    def empty(self, device: torch.device) -> Measured:
+    def empty(self, device: torch.device) -> Measurement:
         """Initial vectors of all rows, before any measurement."""
-        return Measured(
+        return Measurement(
             torch.zeros(self.sums, dtype=torch.float64, device=device),
             torch.full((self.extremes,), -math.inf, dtype=torch.float64, device=device),
         )
@@ -92,7 +92,7 @@ class Collector:
         self,
         state: Fp8State,
         sites: Mapping[str, Callable[[], GemmSite]],
-        agreed: Agreed,
+        agreed: RankAgreement,
         settings: TelemetrySettings,
         group: Any,
         deliver: Callable[[int, Records], None],
@@ -101,7 +101,7 @@ class Collector:
         self._sites, self._group, self._deliver = sites, group, deliver
         self._tables: dict[tuple[bool, ...], _Table] = {}
         self._iteration, self._table = -1, _Table({}, 0, 0)
-        self._found: Measured | None = None  # all rows
+        self._found: Measurement | None = None  # all rows
         self._weights: set[Row] = set()  # measured in this iteration
         self._partial: set[Row] = set()
         self._had_dgrad: set[str] = set()
@@ -253,7 +253,7 @@ class Collector:
             extremes = all_rows.extremes[row_layout.extremes]
             torch.maximum(extremes, found.extremes.to(self.state.device), out=extremes)
 
-    def _all_rows(self) -> Measured:
+    def _all_rows(self) -> Measurement:
         """The accumulated vectors of all rows."""
         if self._found is None:
             self._found = self._table.empty(self.state.device)

@@ -52,7 +52,7 @@ class FirstBad:
         return first_records
 
 
-def in_words(fresh: list[dict[str, Any]]) -> str:
+def limit_line(fresh: list[dict[str, Any]]) -> str:
     """One log line on the tensors that first exceeded a limit in an iteration (at least one record)."""
     first = fresh[0]
     statistic = next(name for name, reason in REASONS.items() if reason == first["went_bad"][0])

@@ -48,7 +48,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class RankAgreement:
     """The ranks' agreement on a model: site order in tables, and what this rank counts.
 
     Attributes:
@@ -62,7 +62,7 @@ class Agreed:
     rank: int
 
 
-def agree(shares: Mapping[str, ShardInfo], group: Any) -> Agreed:
+def agree(shares: Mapping[str, ShardInfo], group: Any) -> RankAgreement:
     """Decides what each rank counts of its sites. Collective over the group; None: this process only.
 
     The sites of a rank have few distinct shares, usually one for dense layers and one for experts. So ranks
@@ -70,7 +70,7 @@ def agree(shares: Mapping[str, ShardInfo], group: Any) -> Agreed:
     rank with a given part, or tokens, of each set. No message grows with ranks times sites.
     """
     if group is None or size(group) == 1:
-        return Agreed(
+        return RankAgreement(
             tuple(shares), {name: Counts(share.kind, True, True) for name, share in shares.items()}, 0
         )
     rank = dist.get_rank(group)
@@ -95,7 +95,7 @@ def agree(shares: Mapping[str, ShardInfo], group: Any) -> Agreed:
         name: Counts(share.kind, first(parts, name, share.part), first(tokens, name, share.tokens))
         for name, share in shares.items()
     }
-    return Agreed(sites, counts, rank)
+    return RankAgreement(sites, counts, rank)
 
 
 def _first_ranks(

@@ -26,7 +26,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ..files.atomic_io import explained
+from ..files.atomic_io import as_value_error
 from .stat_registry import (
     BLOCKWISE,
     DEFAULT,
@@ -35,7 +35,7 @@ from .stat_registry import (
     TENSORS,
     WHAT_IF,
     Blocks,
-    of_tensor,
+    names_of_tensor,
     parse,
     parse_all,
 )
@@ -85,11 +85,11 @@ class Selection:
         for site in self.sites:
             _check_site(site)
         object.__setattr__(self, "what_if", tuple(dict.fromkeys(map(_prefix, self.what_if))))
-        with explained("telemetry statistics", errors=ValueError):
+        with as_value_error("telemetry statistics", errors=ValueError):
             names = [parsed.name for parsed in parse_all(self.statistics)]
         object.__setattr__(self, "statistics", tuple(names))
         for name in names if self.statistics != DEFAULT else ():
-            if not any(of_tensor([name], tensor) for tensor in self.tensors):
+            if not any(names_of_tensor([name], tensor) for tensor in self.tensors):
                 raise ValueError(
                     f"telemetry statistics: {name} is measured of {', '.join(parse(name).statistic.tensors)}, and tensors"
                     f" names only {', '.join(self.tensors)}"
@@ -111,7 +111,7 @@ class Selection:
         """The statistics to measure for a tensor, in canonical spelling, with those of what-ifs last."""
         if tensor not in self.tensors:
             return ()
-        own = of_tensor(self.statistics, tensor)
+        own = names_of_tensor(self.statistics, tensor)
         of_codes = [w for w in parse_all(own) if w.statistic.needs == "codes" and w.variant.recipe == ""]
         more = [
             f"{recipe}_{parsed.name}"
@@ -222,7 +222,7 @@ def _check_site(pattern: str) -> None:
     if pattern in ("", REGEX):
         raise ValueError("telemetry sites: a pattern is empty; '*' is all sites")
     if pattern.startswith(REGEX):
-        with explained(f"telemetry sites: {pattern!r} is no regular expression", errors=re.error):
+        with as_value_error(f"telemetry sites: {pattern!r} is no regular expression", errors=re.error):
             re.compile(pattern[len(REGEX) :])
 
 
@@ -264,7 +264,7 @@ def te_settings(source: Mapping[str, Any] | str | Path) -> TelemetrySettings:
 def _load(path: Path) -> Any:
     from ..files.strict_yaml import read_yaml  # PyYAML is needed here only
 
-    with explained(f"{path} is no YAML", errors=ValueError):
+    with as_value_error(f"{path} is no YAML", errors=ValueError):
         return read_yaml(path)
 
 
@@ -329,7 +329,7 @@ def _selection(
     names = [
         _statistic(stat, feature, te_tensor, where) for stat in _list(fields.get("stats"), f"{where}: stats")
     ]
-    with explained(where, errors=ValueError):
+    with as_value_error(where, errors=ValueError):
         return Selection(freq, windows, sites, (tensor,), tuple(names))
 
 
@@ -341,7 +341,7 @@ def _statistic(stat: Any, feature: str, te_tensor: str, where: str) -> str:
         size, dims = options.get("block_size", 32), options.get("dims", 1)
         # Transformer Engine takes the worse of two orientations for tensors that are read in both.
         stat = Blocks(size, dims, te_tensor in ("activation", "weight")).name
-    with explained(where, errors=ValueError):
+    with as_value_error(where, errors=ValueError):
         parsed = parse(stat)
     if parsed.statistic.needs != FEATURES[feature]:
         other = next(name for name, needs in FEATURES.items() if needs == parsed.statistic.needs)

@@ -137,7 +137,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class StatisticName:
     """A parsed name. ``name``: canonical spelling. ``variant``: for statistics of codes. ``blocks``: for blockwise
     ranges."""
 
@@ -148,7 +148,7 @@ class Wanted:
 
 
 @cache
-def parse(name: str) -> Wanted:
+def parse(name: str) -> StatisticName:
     """Parses a name.
 
     ``max_blockwise_dynamic_range`` alone means blocks of 32 elements along a row.
@@ -160,12 +160,12 @@ def parse(name: str) -> Wanted:
     if not isinstance(name, str):
         raise ValueError(f"statistic {name!r}: a name is needed, such as 'underflows%'")
     if name in BY_NAME and name != BLOCKWISE:
-        return Wanted(name, BY_NAME[name])
+        return StatisticName(name, BY_NAME[name])
     if name == BLOCKWISE:
-        return Wanted(Blocks().name, BY_NAME[BLOCKWISE], blocks=Blocks())
+        return StatisticName(Blocks().name, BY_NAME[BLOCKWISE], blocks=Blocks())
     if found := _BLOCKS.fullmatch(name):
         blocks = Blocks(int(found[1]), int(found[2]), found[3] is not None)
-        return Wanted(blocks.name, BY_NAME[BLOCKWISE], blocks=blocks)
+        return StatisticName(blocks.name, BY_NAME[BLOCKWISE], blocks=blocks)
     recipe = next((prefix for prefix in WHAT_IF if name.startswith(f"{prefix}_")), "")
     base = name.removeprefix(f"{recipe}_") if recipe else name
     variant = Variant(recipe, base.endswith(_COLUMNWISE))
@@ -182,15 +182,15 @@ def parse(name: str) -> Wanted:
             f"statistic {name!r}: {recipe} has the same codes in both directions: ask for"
             f" {Variant(recipe).named(base)!r}"
         )
-    return Wanted(name, statistic, variant)
+    return StatisticName(name, statistic, variant)
 
 
-def parse_all(names: Iterable[str]) -> tuple[Wanted, ...]:
+def parse_all(names: Iterable[str]) -> tuple[StatisticName, ...]:
     """Parses names; removes duplicates and keeps the order. Errors as for ``parse``."""
     return tuple({parsed.name: parsed for parsed in map(parse, names)}.values())
 
 
-def of_tensor(names: Iterable[str], tensor: str) -> tuple[str, ...]:
+def names_of_tensor(names: Iterable[str], tensor: str) -> tuple[str, ...]:
     """The names, in canonical spelling, that are defined for the tensor (one of TENSORS)."""
     return tuple(parsed.name for parsed in parse_all(names) if tensor in parsed.statistic.tensors)
 

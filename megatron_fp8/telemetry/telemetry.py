@@ -27,13 +27,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..files.records import EventFile, continued, records_until, warn_missing
+from ..files.records import EventFile, continue_file, records_until, warn_missing
 from ..linear.gemm_site import GemmSite
 from ..linear.tensor_parallel import ShardInfo, device_of
 from ..state.collectives import checked_group
 from ..state.fp8_state import Fp8State
 from .collector import Collector
-from .health import FirstBad, in_words
+from .health import FirstBad, limit_line
 from .replica_dedup import agree
 from .settings import Selection, TelemetrySettings
 
@@ -179,7 +179,7 @@ class Telemetry:
         for output in self._outputs:
             output.write(iteration, records)
         if first_bad_records and self._first:
-            self._say(in_words(first_bad_records))
+            self._say(limit_line(first_bad_records))
 
 
 def _site_getter(module: Any) -> Callable[[], GemmSite]:
@@ -244,7 +244,7 @@ class Lines:
     OSError in the constructor only."""
 
     def __init__(self, folder: Path, finished: int) -> None:
-        self._file = continued(folder / FILE, finished, 1)
+        self._file = continue_file(folder / FILE, finished, 1)
 
     def write(self, iteration: int, records: list[Record]) -> None:
         """Write one line per record."""

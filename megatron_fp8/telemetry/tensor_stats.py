@@ -35,13 +35,13 @@ from ..numerics.rule import Direction, Granularity
 from ..numerics.scaling import blocked
 from ..numerics.subnormals import keeping_subnormals
 from ..tensor import Float8Tensor, QuantizedSide, scale_blocks_
-from .stat_registry import Blocks, Variant, Wanted, parse_all
+from .stat_registry import Blocks, StatisticName, Variant, parse_all
 
 _ROUNDING = 2.0**-50
 """Error bound of a float64 sum of many numbers, relative to the sum of their magnitudes."""
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """Measurement of one piece: sums and extremes, float64 [n] each, on the piece's device. Merged by + and by max."""
 
     sums: torch.Tensor
@@ -55,7 +55,7 @@ class Layout:
     Create with ``Layout.of(names)``, which caches.
     """
 
-    wanted: tuple[Wanted, ...]
+    wanted: tuple[StatisticName, ...]
 
     @staticmethod
     def of(names: Iterable[str]) -> Layout:
@@ -94,7 +94,7 @@ class Layout:
 
 
 @cache
-def _layout(wanted: tuple[Wanted, ...]) -> Layout:
+def _layout(wanted: tuple[StatisticName, ...]) -> Layout:
     return Layout(wanted)
 
 
@@ -105,7 +105,7 @@ CODE_EXTREMES = ("scale_inv_max", "-scale_inv_min")
 
 
 @torch.no_grad()
-def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] | None = None) -> Measured:
+def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] | None = None) -> Measurement:
     """Sums and extremes of one piece of a tensor.
 
     Args:
@@ -141,10 +141,10 @@ def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] |
             of_codes, scales = measure_codes(matrix, side)
             sums += [*shared, of_codes]
             extremes.append(scales)
-    return Measured(torch.cat(sums), torch.cat(extremes))
+    return Measurement(torch.cat(sums), torch.cat(extremes))
 
 
-def _in_c(x: torch.Tensor, layout: Layout, sides: list[Side | None], present: list[Side]) -> Measured:
+def _in_c(x: torch.Tensor, layout: Layout, sides: list[Side | None], present: list[Side]) -> Measurement:
     """``measure`` in C for a matrix [rows, cols], in one pass."""
     values, of_codes = stats.measure(x, present)
     numel, finite, squares = float(x.numel()), values[0], values[3]
@@ -155,7 +155,7 @@ def _in_c(x: torch.Tensor, layout: Layout, sides: list[Side | None], present: li
         result = None if side is None else next(results)
         sums += [0.0] * len(CODE_SUMS) if result is None else [numel, finite, squares, *result[:3]]
         extremes += [-math.inf, -math.inf] if result is None else result[3:]
-    return Measured(
+    return Measurement(
         *(torch.tensor(numbers, dtype=torch.float64, device="cpu") for numbers in (sums, extremes))
     )
 
@@ -247,7 +247,7 @@ _VALUE = {
 }
 
 
-def _of_codes(parsed: Wanted, total: _Figures, most: _Figures) -> float | None:
+def _of_codes(parsed: StatisticName, total: _Figures, most: _Figures) -> float | None:
     """A blockwise range or a statistic of codes."""
     if parsed.blocks is not None:
         return math.log2(ratio) if (ratio := most[parsed.name]) > 0 else None

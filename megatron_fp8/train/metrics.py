@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ..files.records import EventFile, continued, records_until
+from ..files.records import EventFile, continue_file, records_until
 
 # Dense BF16 peaks from the vendors' data sheets, in FLOP/s; the first name within the device's name counts.
 _BF16_PEAK = (
@@ -115,9 +115,9 @@ class MetricsWriter:
         self._open(finished, range(before + 1, finished + 1))
 
     def _open(self, finished: int, each: range = range(0)) -> None:
-        self._metrics = continued(self._folder / "metrics.jsonl", finished, 1, each)
-        self._validation = continued(self._folder / "validation.jsonl", finished)
-        self._events = continued(self._folder / "events.jsonl", finished)
+        self._metrics = continue_file(self._folder / "metrics.jsonl", finished, 1, each)
+        self._validation = continue_file(self._folder / "validation.jsonl", finished)
+        self._events = continue_file(self._folder / "events.jsonl", finished)
         self._board = EventFile(self._folder / "tensorboard", finished + 1 if finished else 0)
 
     def iteration(self, metrics: IterationMetrics) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..files.atomic_io import in_words, read_ordinary
+from ..files.atomic_io import error_text, read_regular
 from ..files.manifest import LARGEST
 from ..files.resource_limits import usable_cores
 from ..files.strict_json import load_json
-from ..files.user_paths import what_to_give
+from ..files.user_paths import path_hint
 from ..kernels.cpu import emulation as cpu
 from ..kernels.torch_products import is_replaced
 from ..plan.settings import quantized_as
@@ -108,10 +108,10 @@ def read_report(folder: Path) -> dict[str, Any]:
     """The report of a run. Raises ValueError if the folder has none, or it is not readable."""
     path = folder / "report.json" if folder.is_dir() else folder
     try:
-        return load_json(read_ordinary(path, LARGEST))
+        return load_json(read_regular(path, LARGEST))
     except OSError as error:
         raise ValueError(
-            f"{str(path)!r} cannot be read ({in_words(error)}): {what_to_give(folder) or 'give the folder of a run'}."
+            f"{str(path)!r} cannot be read ({error_text(error)}): {path_hint(folder) or 'give the folder of a run'}."
         ) from error
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not a report ({error}): give the folder of a run.") from error

@@ -14,12 +14,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..files.atomic_io import in_words
+from ..files.atomic_io import error_text
 from ..files.checkpoint import complete_checkpoints, iteration_of
-from ..files.records import Line, read_lines, unfinished
+from ..files.records import Line, has_incomplete_line, read_lines
 from ..files.strict_json import check_shape
 from ..files.strict_yaml import read_yaml
-from ..files.user_paths import RUN_FILES, what_to_give
+from ..files.user_paths import RUN_FILES, path_hint
 from ..telemetry.stat_registry import TENSORS
 from ..telemetry.telemetry import NO_STATISTICS
 from .metrics import IterationMetrics
@@ -101,7 +101,8 @@ class RunRecord:
             return {}
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{str(path)!r} cannot be read ({in_words(error)}): bring it back as train wrote it, or give another run."
+                f"{str(path)!r} cannot be read ({error_text(error)}): bring it back as train wrote it, or give"
+                f" another run."
             ) from error
         if not isinstance(values, dict) or not all(
             isinstance(values.get(name, {}), dict) for name in _CONFIG_SECTIONS
@@ -122,7 +123,8 @@ class RunRecord:
         if not isinstance(path, str | None):
             raise ValueError(
                 f"{str(self.folder / 'config.yaml')!r} has checkpoint.folder={path!r}, and that is a path or null: bring"
-                " it back as train wrote it, or give another run."
+                " it back as train wrote it, or give"
+                f" another run."
             )
         if not path:
             return self.folder / "checkpoints"
@@ -159,7 +161,7 @@ class RunRecord:
             f"the last line of {str(path)!r} is unfinished and left out: the run is still writing, or was ended while it"
             " wrote"
             for path in paths
-            if unfinished(path)
+            if has_incomplete_line(path)
         ]
 
 
@@ -202,7 +204,7 @@ def require_folder(folder: Path) -> None:
     """Raise ValueError if this is no folder, or is the output of `megatron-fp8 compare`, which contains runs."""
     if not folder.is_dir():
         what = f"{str(folder)!r} is a file" if folder.exists() else f"there is no folder {str(folder)!r}"
-        raise ValueError(f"{what}: {what_to_give(folder) or 'give the folder of a run'}.")
+        raise ValueError(f"{what}: {path_hint(folder) or 'give the folder of a run'}.")
     if not any((folder / name).exists() for name in RUN_FILES):
         runs = sorted(path for path in (folder / "runs").glob("*") if path.is_dir())
         if runs:

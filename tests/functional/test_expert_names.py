@@ -11,7 +11,7 @@ import torch
 from benchmarks.support.fp8_gpt import FP32, MOE, NARROW, fp8_config
 from benchmarks.support.gpt import build_chunks, build_optimizer, train, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
-from megatron_fp8.diagnosis.variants import Variant, installed, planned_cells
+from megatron_fp8.diagnosis.variants import Variant, planned_cells, use_variant
 from megatron_fp8.mcore.checkpoint.state_dict import fp8_state_dict, load_fp8_state_dict
 from megatron_fp8.mcore.iteration import move_unhealthy_sites
 from megatron_fp8.mcore.report import site_report
@@ -231,7 +231,7 @@ def experiment(layout: Layout, expert: int | None) -> tuple[float, int]:
         sites = {linear.fp8_site.plan.name: linear.fp8_site for linear in fp8_linears(chunks)}
         name = f"decoder.layers.1.mlp.experts.local_experts.{expert}.linear_fc1"
         cells = {site: planned_cells(each.plan) for site, each in sites.items() if site != name}
-        with recorded() as log, state_of(config).unrecorded(), installed(Variant("one", cells), sites):
+        with recorded() as log, state_of(config).unrecorded(), use_variant(Variant("one", cells), sites):
             loss, _ = train_step(config, chunks, optimizer, 0, **OPTIONS)
         return loss, sum(s.dtype == torch.uint8 for s in log.sent if s.name == "all_to_all_single")
 

@@ -83,7 +83,7 @@ def imported(source: Path, run: Path, change: str = "") -> tuple[Any, list[str]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_fp8.huggingface.importer.Tensors", Watched)
         if change == "hidden" and dist.get_rank() == 1:
-            patch.setattr(sharing_file, "unseen", lambda folder, sizes, patience: list(sizes))
+            patch.setattr(sharing_file, "files_not_visible", lambda folder, sizes, patience: list(sizes))
         try:
             return import_directory(source, run, lambda names, _: names, sharing=Sharing(store)), read
         except ValueError as error:

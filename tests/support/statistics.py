@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from benchmarks.support import reference
-from megatron_fp8.telemetry.tensor_stats import Measured
+from megatron_fp8.telemetry.tensor_stats import Measurement
 
 EXACT = ("min", "max", "cur_amax", "nonfinite", "underflows%", "overflows%", "scale_inv_min", "scale_inv_max")
 """What must be right to the bit; the others to 1e-6."""
 
 
-def merge(pieces: Iterable[Measured]) -> Measured:
+def merge(pieces: Iterable[Measurement]) -> Measurement:
     """The figures of the whole from those of its pieces: sums add up, of extremes the largest counts."""
     sums, extremes = zip(*pieces, strict=True)
-    return Measured(torch.stack(sums).sum(0), torch.stack(extremes).amax(0))
+    return Measurement(torch.stack(sums).sum(0), torch.stack(extremes).amax(0))
 
 
 @dataclass(frozen=True)

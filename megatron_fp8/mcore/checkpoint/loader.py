@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-from ...files.checkpoint import Manifest, read_metadata, use_another
+from ...files.checkpoint import Manifest, other_checkpoint_hint, read_metadata
 from ...params.block_codes import is_scales_key
 from ...plan.overrides import matching
 from ...state.arena import PREFIX, is_slot_key
@@ -108,7 +108,8 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     rest = load_shards(folder, request, metadata)
     if bad := _first_on_any_rank(rest.not_finite or optimizing.not_finite):
         raise ValueError(
-            f"the checkpoint {str(folder)!r} cannot be trained on from: {bad} holds NaN or Inf. {use_another(folder)}"
+            f"the checkpoint {str(folder)!r} cannot be trained on from: {bad} holds NaN or Inf."
+            f" {other_checkpoint_hint(folder)}"
         )
     loaded = {**rest.state, **optimizing.state}
     for name, chunk in zip(model, chunks, strict=True):

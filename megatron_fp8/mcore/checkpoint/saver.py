@@ -35,7 +35,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...files.atomic_io import discard, in_words, remedy, replace_file, sync, unseen
+from ...files.atomic_io import discard, error_text, files_not_visible, remedy, replace_file, sync
 from ...files.checkpoint import (
     LATEST,
     METADATA,
@@ -276,7 +276,7 @@ class Saver:
     def _see(self, unfinished: Path, files: dict[str, dict[str, Any]], writers: dict[str, int]) -> None:
         """Raises unless this rank sees every rank's files in full size."""
         sizes = {name: record["bytes"] for name, record in files.items()}
-        if missing := unseen(unfinished, sizes, self.patience):
+        if missing := files_not_visible(unfinished, sizes, self.patience):
             raise _NotShared(
                 f"{len(missing)} of {len(sizes)} files that were written cannot be seen after {self.patience:.0f} s,"
                 f" such as {missing[0]} of rank {writers[missing[0]]}"
@@ -299,8 +299,8 @@ class Saver:
             sync(self.folder)
         except OSError as error:
             raise _FailedAfterCommit(
-                f"the checkpoint {final} is complete, but the disk does not confirm its name ({in_words(error)}): after a"
-                f" loss of power it may be gone. {remedy(error).capitalize()} and start again with --resume={final}."
+                f"the checkpoint {final} is complete, but the disk does not confirm its name ({error_text(error)}): after"
+                f" a loss of power it may be gone. {remedy(error).capitalize()} and start again with --resume={final}."
             ) from error
         if not self.not_finite:
             self._name_latest(final)
@@ -312,7 +312,7 @@ class Saver:
             replace_file(pointer, final.name + "\n")
         except OSError as error:
             raise _FailedAfterCommit(
-                f"the checkpoint {final} is complete, but {str(pointer)!r} cannot be written ({in_words(error)})."
+                f"the checkpoint {final} is complete, but {str(pointer)!r} cannot be written ({error_text(error)})."
                 f" It may name an earlier one: {remedy(error)} and start again with --resume={final}."
             ) from error
 
@@ -349,5 +349,5 @@ def _warn_if_not_removed(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         warnings.warn(
-            f"{str(path)!r} cannot be removed ({in_words(error)}): remove it by hand.", stacklevel=4
+            f"{str(path)!r} cannot be removed ({error_text(error)}): remove it by hand.", stacklevel=4
         )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...files.strict_yaml import load_yaml, read_yaml
-from ...files.user_paths import config_hint, find_config, is_model_directory, what_to_give, which_config
+from ...files.user_paths import config_choices, config_hint, find_config, is_model_directory, path_hint
 from ...mcore.config.rules import Rule, shown
 from ...plan.settings import field_meant, nearest_key, without_fp8_format
 
@@ -270,14 +270,14 @@ def read_config(path: str, sections: Collection[str]) -> dict[str, Any]:
     if not path.strip():
         raise ValueError(f"--config={path!r} is empty: give a YAML file, or leave --config out.")
     if os.path.isdir(path):
-        hint = what_to_give(Path(path)) if is_model_directory(Path(path)) else ""
+        hint = path_hint(Path(path)) if is_model_directory(Path(path)) else ""
         hint = hint or f"give a YAML file, such as {path.rstrip('/')}/config.yaml"
         raise ValueError(f"--config={path} is a folder: {hint}.")
     try:
         content = read_yaml(Path(path))
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise ValueError(f"--config={path!r}: {reason}. {which_config(path)}") from error
+        raise ValueError(f"--config={path!r}: {reason}. {config_choices(path)}") from error
     except ValueError as error:
         raise ValueError(f"--config={path} is not YAML: {error}") from error
     if content is None:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from ...files.atomic_io import discard, in_words, read_ordinary, replace_file, sync
+from ...files.atomic_io import discard, error_text, read_regular, replace_file, sync
 from ...files.checkpoint import digest
 from ...files.run_lock import LOCK, LockHeld, RunLock
 from ...files.strict_json import load_json
@@ -121,8 +121,8 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
                 others = isinstance(error, PermissionError) and folder.is_dir()
                 remedy = f", or have {str(folder)!r} removed, which another start has begun" if others else ""
                 raise ValueError(
-                    f"data.cache_dir={str(cache_dir)!r} cannot be written ({in_words(error)}): give another folder with "
-                    f"--data.cache_dir{remedy}."
+                    f"data.cache_dir={str(cache_dir)!r} cannot be written ({error_text(error)}): give another folder"
+                    f" with --data.cache_dir{remedy}."
                 ) from error
     unknown_tokens_of(_read_record(folder).get("lost")).warn()
     return str(folder / "corpus")
@@ -186,7 +186,7 @@ def _write_locked(files: list[Path], tokenizer: Tokenizer, folder: Path, rules: 
 
 
 def _read_record(folder: Path) -> Any:
-    return load_json(read_ordinary(folder / _ABOUT, _LARGEST_RECORD))
+    return load_json(read_regular(folder / _ABOUT, _LARGEST_RECORD))
 
 
 def _damage(folder: Path) -> str:
@@ -198,7 +198,7 @@ def _damage(folder: Path) -> str:
     except (KeyError, TypeError):
         return f"{_ABOUT} has no digests"
     except (OSError, ValueError) as error:
-        return f"its digests cannot be compared ({in_words(error)})"
+        return f"its digests cannot be compared ({error_text(error)})"
     return f"{changed[0]} is not what was written" if changed else ""
 
 
@@ -291,7 +291,7 @@ def check_indexed(prefix: str) -> IndexedInfo:
             pass  # its ids are read later
     except OSError as error:
         raise ValueError(
-            f"data.paths names {prefix!r}, and it cannot be read ({in_words(error)}: {str(error.filename or index)!r}):"
+            f"data.paths names {prefix!r}, and it cannot be read ({error_text(error)}: {str(error.filename or index)!r}):"
             " make both files readable, or give other data."
         ) from error
     if len(content) < _HEADER_BYTES or content[:9] != _INDEX_HEADER:

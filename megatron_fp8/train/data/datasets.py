@@ -15,7 +15,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from ...files.atomic_io import explained, in_words, remedy
+from ...files.atomic_io import as_value_error, error_text, remedy
 from ...state.collectives import own_device
 from ..config.sections import DataSection, TrainSection
 from ..health.skipped_samples import Range, place
@@ -133,7 +133,7 @@ def check_data(prefixes: list[str], vocab_size: int) -> None:
             info, path = corpus.check_indexed(prefix), prefix + ".bin"
             if not info.tokens:
                 raise ValueError(f"{prefix!r} holds no tokens: give data that is not empty.")
-            with explained(f"{path!r} cannot be read", ""):
+            with as_value_error(f"{path!r} cannot be read", ""):
                 ids = np.fromfile(path, info.dtype, min(_CHECKED_IDS, info.tokens))
             check_ids(ids, vocab_size, prefix)
 
@@ -204,7 +204,7 @@ def build_datasets(
             raise
         raise ValueError(  # Megatron-Core names its own option
             f"data.cache_dir={str(cache.parent)!r}: the indices of samples cannot be written"
-            f" ({in_words(error.__cause__)}): {remedy(error.__cause__)}, or give another folder with --data.cache_dir."
+            f" ({error_text(error.__cause__)}): {remedy(error.__cause__)}, or give another folder with --data.cache_dir."
         ) from error
     wait_for_all()  # the other ranks open the files after rank 0 has written them
     on_first_rank(lambda: keep_indices(folder, cache / name))

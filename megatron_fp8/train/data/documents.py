@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from ...files.atomic_io import in_words, open_ordinary
+from ...files.atomic_io import error_text, open_regular
 from .tokenizers import ChatTemplate, Spans, Tokenizer
 
 PIECE_BYTES = 1 << 16
@@ -51,10 +51,10 @@ class Document(NamedTuple):
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file of data.paths for reading. Raises ValueError with its name."""
     try:
-        with open_ordinary(path, sys.maxsize) as stream:
+        with open_regular(path, sys.maxsize) as stream:
             yield stream
     except OSError as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else in_words(error)
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error_text(error)
         raise ValueError(
             f"data.paths has {str(path)!r}: {reason}. Give files of text, JSONL, CSV or Parquet, a folder of them, or the"
             " prefix of a .bin/.idx pair."

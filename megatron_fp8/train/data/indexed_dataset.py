@@ -37,7 +37,7 @@ import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, _BinReader
 
-from ...files.atomic_io import discard, explained, in_words, ordinary, read_ordinary, write_file
+from ...files.atomic_io import as_value_error, discard, error_text, read_regular, require_regular, write_file
 from ...files.checkpoint import digest
 from ...files.strict_json import load_json
 from ..stop import TrainingFailed
@@ -201,7 +201,7 @@ def index_folder(kept: Path, name: str) -> Path:
             f"the indices of samples in {str(cached)!r} are not used but built again: {problem}.",
             stacklevel=2,
         )
-    with explained(
+    with as_value_error(
         f"data.cache_dir={str(kept.parent)!r} cannot be written",
         ": give another folder with --data.cache_dir.",
     ):
@@ -226,22 +226,22 @@ def keep_indices(built: Path, folder: Path) -> None:
 def damage(folder: Path) -> str:
     """What is wrong with cached indices; '' if they are complete, unchanged and plain numbers."""
     try:
-        digests = load_json(read_ordinary(folder / _DIGESTS, _LARGEST))
+        digests = load_json(read_regular(folder / _DIGESTS, _LARGEST))
         names = {path.name for path in folder.iterdir()} - {_DIGESTS}
         if not isinstance(digests, dict) or names != set(digests):
             return "its files are not those that were built"
     except (OSError, ValueError) as error:
-        return f"{_DIGESTS} cannot be read ({in_words(error)})"
+        return f"{_DIGESTS} cannot be read ({error_text(error)})"
     for name in sorted(names):
         path = folder / name
         try:
-            ordinary(path.lstat())
+            require_regular(path.lstat())
             if path.suffix == ".npy":
                 _check_plain(path)
             if digest(path) != digests[name]:
                 return f"{name} is not what was built"
         except (OSError, ValueError, RecursionError, MemoryError) as error:
-            return f"{name} is no file of plain numbers ({in_words(error)})"
+            return f"{name} is no file of plain numbers ({error_text(error)})"
     return ""
 
 

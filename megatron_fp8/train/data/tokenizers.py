@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ...files.atomic_io import explained, in_words, read_ordinary
+from ...files.atomic_io import as_value_error, error_text, read_regular
 from ...files.strict_json import load_json
 
 _LARGEST = 1 << 28
@@ -121,11 +121,11 @@ class JsonTokenizer:
             raise ValueError(
                 f"data.tokenizer={str(path)!r} is not a file: give the path of a tokenizer.json."
             )
-        with explained(f"data.tokenizer={str(path)!r} cannot be read", ": give another file."):
-            content = read_ordinary(Path(path), _LARGEST)
+        with as_value_error(f"data.tokenizer={str(path)!r} cannot be read", ": give another file."):
+            content = read_regular(Path(path), _LARGEST)
         # The package raises plain Exception.
         what = f"data.tokenizer={str(path)!r} is not a Hugging Face tokenizers file"
-        with explained(what, ": give a tokenizer.json.", Exception):
+        with as_value_error(what, ": give a tokenizer.json.", Exception):
             self._tokenizer = HuggingFaceTokenizer.from_buffer(content)
         # A file may have settings for truncation and padding; documents are complete.
         truncates = self._tokenizer.truncation is not None or self._tokenizer.padding is not None
@@ -245,10 +245,10 @@ class _Beside:
             template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
         path = self._path.with_name("chat_template.jinja")
         if path.is_file():
-            with explained(
+            with as_value_error(
                 f"{str(path)!r} cannot be read", ": put another in its place.", (OSError, ValueError)
             ):
-                template = read_ordinary(path, _LARGEST).decode()
+                template = read_regular(path, _LARGEST).decode()
         if not isinstance(template, str):
             return None
         tokens = {name: value for name, value in config.items() if name.endswith("_token")}
@@ -288,12 +288,12 @@ class _Beside:
     def _read(self, name: str) -> dict[str, Any]:
         path = self._path.with_name(name)
         try:
-            content = load_json(read_ordinary(path, _LARGEST))
+            content = load_json(read_regular(path, _LARGEST))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{str(path)!r}, beside data.tokenizer={str(self._path)!r}, cannot be read ({in_words(error)}):"
+                f"{str(path)!r}, beside data.tokenizer={str(self._path)!r}, cannot be read ({error_text(error)}):"
                 " put another in its place, or remove it."
             ) from error
         if not isinstance(content, dict):

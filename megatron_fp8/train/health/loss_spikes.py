@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...files.atomic_io import explained
+from ...files.atomic_io import as_value_error
 from ...files.checkpoint import Manifest, complete_checkpoints, iteration_of, read_manifest
 from ..launch.parallel import on_first_rank
 from ..resume.checkpoints import Start, check_together
@@ -146,7 +146,7 @@ class Rollbacks:
         if len(self.records) >= self.most:
             return None, f"warning: {why}. All {self.most} rewinds are used up: training goes on."
         self._wait()
-        with explained(
+        with as_value_error(
             f"training failed: {why}, and it cannot go back", errors=ValueError, raises=TrainingFailed
         ):
             chosen = on_first_rank(lambda: self._newest(iteration - 1))
@@ -186,5 +186,5 @@ class Rollbacks:
         return path, read_manifest(path)
 
     def _write(self, records: list[dict[str, Any]]) -> None:
-        with explained(f"{skipped_samples.FILE} cannot be written", ""):
+        with as_value_error(f"{skipped_samples.FILE} cannot be written", ""):
             skipped_samples.write(self.folder, records)

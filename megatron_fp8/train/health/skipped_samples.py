@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...files.atomic_io import explained, replace_file
+from ...files.atomic_io import as_value_error, replace_file
 from ...files.manifest import read_with_checksum, with_checksum
 from ...files.strict_json import COUNT, check_shape
 
@@ -86,7 +86,7 @@ def together(folder: Path, saved: Sequence[dict[str, Any]]) -> list[dict[str, An
     """
     by_range = {(record["first"], record["last"]): record for record in [*saved, *read(folder)]}
     records = [by_range[key] for key in sorted(by_range)]
-    with explained(
+    with as_value_error(
         f"{str(folder / FILE)!r} and the checkpoint's manifest contradict each other",
         ": bring the file back, or remove it to leave out what the manifest says.",
         ValueError,

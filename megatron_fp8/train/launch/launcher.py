@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 
-from ...files.atomic_io import explained
+from ...files.atomic_io import as_value_error
 from ..stop import AGAIN_S, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, STOPPED_CODE
 
 JOIN_S = 600
@@ -122,7 +122,7 @@ def launch(spec: LaunchSpec, *, debug: bool = False) -> int:
 def _logs(folder: Path | None) -> DefaultLogsSpecs:
     if folder is None:
         return DefaultLogsSpecs(os.devnull)
-    with explained(f"--logs={folder} cannot be used", ": give another folder by --logs."):
+    with as_value_error(f"--logs={folder} cannot be used", ": give another folder by --logs."):
         specs = DefaultLogsSpecs(str(folder), tee=Std.ALL)
         if not os.access(folder, os.W_OK):
             raise PermissionError(0, "not writable")

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...files.atomic_io import explained
+from ...files.atomic_io import as_value_error
 from ...files.terminal import ranks_in_words
 from ..stop import EXIT_FAILED
 from .environment import ALONE
@@ -351,7 +351,7 @@ class StartupBarrier:
                         " or a second rank 0, may be there, or it is another machine's address. Give all ranks the"
                         " address of rank 0's node and a free port."
                     ) from error
-                with explained(
+                with as_value_error(
                     f"MASTER_ADDR={address!r} is not known on {socket.gethostname()}",
                     ": give the name or address of rank 0's node, as all nodes know it.",
                 ):

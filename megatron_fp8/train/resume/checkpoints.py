@@ -13,20 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...files.atomic_io import explained
+from ...files.atomic_io import as_value_error
 from ...files.checkpoint import (
     LATEST,
     Manifest,
     check_files,
     check_listed,
     complete_checkpoints,
+    expert_override_notes,
     find_checkpoint,
     iteration_of,
     latest_checkpoint,
+    missing_checksum_note,
     not_finite_checkpoints,
-    of_each_rank,
     read_manifest,
-    without_checksum,
 )
 from ...files.run_lock import job_name
 from ...mcore import checkpoint
@@ -82,7 +82,7 @@ def choose(run: RunConfig, tokenizer: Any) -> tuple[Path, Manifest] | None:
             checkpoint_path = latest_checkpoint(folder) or parent_checkpoint.find(folder)
             _say_what_is_passed_over(folder, checkpoint_path)
         elif (checkpoint_path := _saved_by_this_job(run)) is None and run.resume != "never":
-            with explained(f"--resume={run.resume}", errors=ValueError):
+            with as_value_error(f"--resume={run.resume}", errors=ValueError):
                 checkpoint_path = find_checkpoint(Path(run.resume))
             checkpoint_path = _start_of_this_job(run, checkpoint_path)
         if checkpoint_path is None:
@@ -237,8 +237,8 @@ def resume(
         )
     if run.resume != "auto" and not _is_in(folder, run.resume):
         lines.append(_note(f"this job has saved it, and began at --resume={run.resume}"))
-    lines += map(_note, without_checksum(manifest))
-    lines += map(_note, of_each_rank(manifest, run.model.fp8_overrides))
+    lines += map(_note, missing_checksum_note(manifest))
+    lines += map(_note, expert_override_notes(manifest, run.model.fp8_overrides))
     if accepted:
         lines.append(
             _note(f"accepted, it computes something else from here on: {', '.join(map(str, accepted))}")

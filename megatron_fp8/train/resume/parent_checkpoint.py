@@ -18,7 +18,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...files.atomic_io import in_words, read_ordinary, replace_file
+from ...files.atomic_io import error_text, read_regular, replace_file
 from ...files.checkpoint import read_manifest
 from ...files.manifest import LARGEST, MANIFEST, read_with_checksum, with_checksum
 from ...files.run_lock import job_name
@@ -66,7 +66,7 @@ def read(folder: Path) -> ParentCheckpoint | None:
         return None
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{str(path)!r} does not say where this run began ({in_words(error)}): give that checkpoint with"
+            f"{str(path)!r} does not say where this run began ({error_text(error)}): give that checkpoint with"
             " --resume=PATH, or --resume=never to start with random weights."
         ) from error
 
@@ -95,7 +95,7 @@ def find(folder: Path) -> Path | None:
         if _digest(started.checkpoint) == started.manifest:
             return started.checkpoint
     except OSError as error:
-        problem = f"its manifest cannot be read ({in_words(error)})"
+        problem = f"its manifest cannot be read ({error_text(error)})"
     raise ValueError(
         f"{str(folder / FILE)!r} says that this run began at {str(started.checkpoint)!r}, and {problem}: bring it back,"
         " or give its new path with --resume=PATH, or --resume=never to start with random weights."
@@ -103,7 +103,7 @@ def find(folder: Path) -> Path | None:
 
 
 def _digest(checkpoint: Path) -> str:
-    return hashlib.sha256(read_ordinary(checkpoint / MANIFEST, LARGEST)).hexdigest()
+    return hashlib.sha256(read_regular(checkpoint / MANIFEST, LARGEST)).hexdigest()
 
 
 def content(folder: Path) -> str | None:
@@ -117,7 +117,7 @@ def put_back(folder: Path, text: str | None) -> None:
         (folder / FILE).unlink() if text is None else replace_file(folder / FILE, text)
     except OSError as error:
         warnings.warn(
-            f"{str(folder / FILE)!r} is of the refused start and could not be removed ({in_words(error)}): remove it"
+            f"{str(folder / FILE)!r} is of the refused start and could not be removed ({error_text(error)}): remove it"
             " before --resume=auto.",
             stacklevel=2,
         )

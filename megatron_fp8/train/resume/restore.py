@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...files.atomic_io import explained
-from ...files.checkpoint import find_checkpoint, read_manifest, without_checksum
+from ...files.atomic_io import as_value_error
+from ...files.checkpoint import find_checkpoint, missing_checksum_note, read_manifest
 from ...files.manifest import Manifest
 from ...fp8_utils import quantizes, recipe_name_of, switch_of
 from ...mcore.checkpoint.loader import load_weights
@@ -182,7 +182,7 @@ def read_run(
     choose_recipe(run.model, recipe, fp8)
     if config is None:
         refuse_its_code(folder, saved["model"], run.model)
-    lines = without_checksum(manifest)
+    lines = missing_checksum_note(manifest)
     if accepted:
         lines.append(f"accepted, it computes something else: {', '.join(map(str, accepted))}")
     return run, tokenizer, lines
@@ -209,7 +209,7 @@ def run_of(folder: Path, saved: dict[str, Any] | None, config: str | None, optio
     sections = {name: dict(values) for name, values in saved.items() if isinstance(values, dict)}
     for section, name in _NOT_FROM_A_CHECKPOINT:
         sections.get(section, {}).pop(name, None)
-    with explained(f"the run of the checkpoint {str(folder)!r} cannot be built here", errors=ValueError):
+    with as_value_error(f"the run of the checkpoint {str(folder)!r} cannot be built here", errors=ValueError):
         return run_config.parse(options, base=sections)
 
 

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...files.atomic_io import discard, free_name, remedy, replace_file, sync, unseen, write_file
+from ...files.atomic_io import discard, files_not_visible, free_name, remedy, replace_file, sync, write_file
 from ...files.checkpoint import (
     LATEST,
     complete_checkpoints,
@@ -168,7 +168,7 @@ class RunFolders:
         names = [f"{_TRIAL}{token}-{other}" for other in range(dist.get_world_size())]
         mine, size, problem = self.checkpoints / names[rank], len(token), ""
         try:
-            if rank and unseen(self.checkpoints, {names[0]: size}, PATIENCE_S):
+            if rank and files_not_visible(self.checkpoints, {names[0]: size}, PATIENCE_S):
                 problem = "it does not have there what rank 0 has written"
                 problem += f", and was given {configured!r}" if configured != of_first else ""
             else:
@@ -180,7 +180,7 @@ class RunFolders:
         try:
             if first is None:
                 sizes = dict.fromkeys(names, size)
-                missing = on_first_rank(lambda: unseen(self.checkpoints, sizes, PATIENCE_S))
+                missing = on_first_rank(lambda: files_not_visible(self.checkpoints, sizes, PATIENCE_S))
                 wrong = len(missing)
                 if missing:
                     first = 0, f"rank 0 does not see what rank {names.index(missing[0])} has written"

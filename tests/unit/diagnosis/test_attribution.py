@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_fp8.diagnosis.attribution import beyond_rounding
-from megatron_fp8.diagnosis.measurements import Paired
+from megatron_fp8.diagnosis.measurements import BatchValues
 
 
 @pytest.mark.parametrize(
@@ -23,10 +23,10 @@ from megatron_fp8.diagnosis.measurements import Paired
 def test_beyond_rounding(ratios, beyond):
     rounded = [0.02, 0.03, 0.025, 0.02]
     distances = [ratio * r for ratio, r in zip(ratios, rounded, strict=True)]
-    assert beyond_rounding(Paired(tuple(distances)), Paired(tuple(rounded)), 1.6) is beyond
+    assert beyond_rounding(BatchValues(tuple(distances)), BatchValues(tuple(rounded)), 1.6) is beyond
 
 
 def test_no_distance_at_all_is_not_beyond():
-    zero = Paired((0.0,) * 4)
+    zero = BatchValues((0.0,) * 4)
     assert not beyond_rounding(zero, zero, 1.6)
-    assert beyond_rounding(Paired((1e-3,) * 4), zero, 1.6)
+    assert beyond_rounding(BatchValues((1e-3,) * 4), zero, 1.6)

@@ -14,11 +14,11 @@ from megatron_fp8.diagnosis.format_costs import (
     GemmCost,
     check_formats,
     check_passes,
-    choose,
+    choose_plan,
     format_table,
-    in_words,
     measure_formats,
     overrides_of,
+    plan_text,
     time_of,
 )
 from megatron_fp8.diagnosis.model_runner import ModuleRunner, restored_after
@@ -72,7 +72,7 @@ def test_the_most_time_for_the_cost_is_saved_within_the_budget() -> None:
         (0.03, "nvfp4 mxfp8 mxfp8 bf16"), (0.042, "nvfp4 mxfp8 mxfp8 nvfp4"), (math.inf, "nvfp4 nvfp4 mxfp8 nvfp4"),
     ]  # fmt: skip
     for budget, formats in chosen:
-        found = choose(costs, flops, budget)
+        found = choose_plan(costs, flops, budget)
         assert " ".join(found.values()) == formats, budget
         assert sum(one.cost for one in costs if found[one.site, one.gemm] == one.format) <= budget
 
@@ -128,7 +128,7 @@ def test_without_a_format_that_fits_there_is_no_plan() -> None:
     model, _ = trained(0, "mxfp8", blocks=1)
     found = measured(model, 1e-9)
     assert (found.gemms, found.overrides, found.time, found.whole) == ({}, {}, 1.0, 0.0)
-    assert in_words(found).startswith("No GEMM costs less than 1e-09 of the loss")
+    assert plan_text(found).startswith("No GEMM costs less than 1e-09 of the loss")
     assert "| bf16 |" in format_table(found).splitlines()[2]
 
 
@@ -138,13 +138,13 @@ def test_words_table_and_figures_hold_both_the_sum_and_the_whole() -> None:
     found = FormatPlan(
         ("nvfp4",), 0.01, costs, {"a.b": 6, "c.d": 2}, 2.5, plan, 0.25, 0.003, 0.0041, 0.001, 0.0004, 0.06
     )
-    text = in_words(found)
+    text = plan_text(found)
     assert (
         "3 in nvfp4" in text and "0.003 in sum, as a whole 0.0041" in text and "above the budget" not in text
     )
     assert "bf16 1, nvfp4 0.25" in text
     found.whole = 0.02
-    assert "above the budget" in in_words(found)
+    assert "above the budget" in plan_text(found)
     lines = format_table(found).splitlines()
     assert "c.d:fprop" in lines[2] and "not finite" in lines[2] and lines[3].endswith("| nvfp4 |")
     values = json.loads(json.dumps(found.as_dict(), allow_nan=False))

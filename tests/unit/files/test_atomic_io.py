@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron_fp8.files.atomic_io import discard, free_name, replace_file, unseen
+from megatron_fp8.files.atomic_io import discard, files_not_visible, free_name, replace_file
 
 
 def test_a_replaced_file_is_never_half_written(tmp_path):
@@ -82,7 +82,10 @@ def test_files_that_come_late_are_waited_for(tmp_path):
 
     late = threading.Thread(target=write_later)
     late.start()
-    assert unseen(tmp_path, {"there": 3, "late": 3, "growing": 3}, patience=200) == []
+    assert files_not_visible(tmp_path, {"there": 3, "late": 3, "growing": 3}, patience=200) == []
     late.join()
-    assert unseen(tmp_path, {"there": 4, "late": 3, "never": 1}, patience=0.1) == ["there", "never"]
-    assert unseen(tmp_path / "no folder", {"never": 1}, patience=0.1) == ["never"]
+    assert files_not_visible(tmp_path, {"there": 4, "late": 3, "never": 1}, patience=0.1) == [
+        "there",
+        "never",
+    ]
+    assert files_not_visible(tmp_path / "no folder", {"never": 1}, patience=0.1) == ["never"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fp8.files.checkpoint import of_each_rank, without_checksum
+from megatron_fp8.files.checkpoint import expert_override_notes, missing_checksum_note
 from megatron_fp8.files.manifest import FORMAT, Manifest, NotAManifest, is_plain_name, parse
 
 FILE = {"bytes": 3, "sha256": "0" * 64}
@@ -37,7 +37,9 @@ def test_what_is_written_is_read():
     assert parse(DATA) == MADE and parse(DATA).checked
     assert parse(json.dumps(json.loads(DATA)).encode()) == MADE  # not indented
     assert parse(earlier()) == MADE and not parse(earlier()).checked
-    assert "no checksum" in without_checksum(parse(earlier()))[0] and not without_checksum(parse(DATA))
+    assert "no checksum" in missing_checksum_note(parse(earlier()))[0] and not missing_checksum_note(
+        parse(DATA)
+    )
     with pytest.raises(ValueError):
         Manifest(2, {"lr": float("nan")}).text()
 
@@ -66,10 +68,14 @@ def test_names_of_experts_from_when_each_rank_counted_its_own():
     overrides = [f"*.local_experts.{e}.linear_fc?" for e in (0, 2, 4)]
     assert list(found.facts["run"]["model"]["fp8_overrides"]) == [*overrides, "*.linear_proj"]
     assert found.checked and parse(found.text().encode()) == found
-    (line,) = of_each_rank(found, ["*.local_experts.0.linear_fc?", "*.linear_proj"])
+    (line,) = expert_override_notes(found, ["*.local_experts.0.linear_fc?", "*.linear_proj"])
     assert f"one on each rank, {', '.join(overrides)}: name all of them" in line
-    assert not of_each_rank(found, [*overrides, "*.linear_proj"]) and not of_each_rank(found, [])
-    assert not of_each_rank(parse(found.text().encode()), overrides[:1]), "saved anew, it has today's names"
+    assert not expert_override_notes(found, [*overrides, "*.linear_proj"]) and not expert_override_notes(
+        found, []
+    )
+    assert not expert_override_notes(parse(found.text().encode()), overrides[:1]), (
+        "saved anew, it has today's names"
+    )
     for experts, ranks in [(6, 1), (None, 3), (2, 3), ("6", 3), (6, True), (2**62, 2**40)]:
         unchanged = numbered_from_0(experts, ranks).state["guard"]
         assert [move[0] for move in unchanged] == ["a.local_experts.1.linear_fc1", "b.linear_fc1"]

@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from megatron_fp8.files import records
-from megatron_fp8.files.records import EventFile, RecordFile, continued, warn_missing
+from megatron_fp8.files.records import EventFile, RecordFile, continue_file, warn_missing
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_link_becomes_a_file_and_that_is_said(tmp_path):
     (tmp_path / "elsewhere.jsonl").write_bytes(RECORDS[1])
     (tmp_path / "metrics.jsonl").symlink_to("elsewhere.jsonl")
     with pytest.warns(UserWarning, match=r"metrics.jsonl' is a link to 'elsewhere.jsonl'"):
-        file = continued(tmp_path / "metrics.jsonl", 1)
+        file = continue_file(tmp_path / "metrics.jsonl", 1)
     file.write(RECORDS[2])
     assert (tmp_path / "metrics.jsonl").read_bytes() == RECORDS[1] + RECORDS[2]
     assert (tmp_path / "elsewhere.jsonl").read_bytes() == RECORDS[1] and not file.close()
@@ -158,7 +158,7 @@ def test_damaged_lines_are_dropped_and_the_first_is_named(tmp_path):
     with pytest.warns(
         UserWarning, match=r"^line 2 of '.*metrics.jsonl' is no JSON .*: it is dropped, and so are 3 more"
     ):
-        file = continued(path, 2)
+        file = continue_file(path, 2)
     file.write(b'{"iteration": 3}\n')
     file.close()
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3]
@@ -170,15 +170,15 @@ def test_iterations_without_a_record_are_said(tmp_path):
     for each in (range(4, 6), range(8, 10), range(0)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            continued(path, 9, 1, each).close()
+            continue_file(path, 9, 1, each).close()
     words = (
         r"metrics.jsonl' has no record of 2 of the iterations 4 to 9, which are done, the first of them 6: "
     )
     with pytest.warns(UserWarning, match=words):
-        continued(path, 9, 1, range(4, 10)).close()
+        continue_file(path, 9, 1, range(4, 10)).close()
     path.unlink()
     with pytest.warns(UserWarning, match="has no record of 9 of the iterations 1 to 9"):
-        continued(path, 9, 1, range(1, 10)).close()
+        continue_file(path, 9, 1, range(1, 10)).close()
 
 
 @pytest.mark.parametrize("value", ["1.5", "0", "true"])
@@ -186,7 +186,7 @@ def test_an_iteration_that_is_none_is_dropped_and_named_with_its_value(tmp_path,
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"iteration": 1}}\n{{"iteration": {value}}}\n{{"iteration": 2}}\n')
     with pytest.warns(UserWarning) as warned:
-        continued(path, 2, 1).close()
+        continue_file(path, 2, 1).close()
     (said,) = [str(one.message) for one in warned]
     shown = value.capitalize()
     assert said == (

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_fp8.commands.main import main
 from megatron_fp8.files.checkpoint import find_checkpoint
-from megatron_fp8.files.user_paths import example_configs, find_config, is_run, what_to_give, which_config
+from megatron_fp8.files.user_paths import config_choices, example_configs, find_config, is_run, path_hint
 from megatron_fp8.train.config.run_config import parse
 from tests.support.checkpoint_files import write_checkpoint
 
@@ -57,7 +57,7 @@ def test_of_many_runs_some_are_named(tmp_path):
     for number in range(9):
         (tmp_path / f"run{number}").mkdir()
         (tmp_path / f"run{number}" / "metrics.jsonl").write_text("")
-    assert (what_to_give(tmp_path) or "").endswith(f"{tmp_path / 'run5'} and 3 more")
+    assert (path_hint(tmp_path) or "").endswith(f"{tmp_path / 'run5'} and 3 more")
     assert is_run(tmp_path / "run0") and not is_run(tmp_path)
 
 
@@ -117,6 +117,6 @@ def test_a_name_is_a_shipped_config_and_a_file_is_itself(tmp_path, monkeypatch):
 
 def test_a_name_that_is_none_is_answered_by_the_nearest():
     for given in ("tiny_gpt", "tiny_gtp_cpu", "configs/tiny_gpt.yaml", "Tiny_GPT_CPU"):
-        assert which_config(given).startswith("Did you mean tiny_gpt_cpu? Shipped ones, by name: "), given
-    assert which_config("llama3").startswith("Did you mean llama3_70b or llama3_8b?")
-    assert which_config("zzz").startswith("Shipped ones") and which_config("").startswith("Shipped ones")
+        assert config_choices(given).startswith("Did you mean tiny_gpt_cpu? Shipped ones, by name: "), given
+    assert config_choices("llama3").startswith("Did you mean llama3_70b or llama3_8b?")
+    assert config_choices("zzz").startswith("Shipped ones") and config_choices("").startswith("Shipped ones")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fp8.study.format_tables import all_formats, by_magnitude
+from megatron_fp8.study.format_tables import all_formats, intervals
 
 BY_NAME = {one.name: one for one in all_formats()}
 DTYPES = {
@@ -63,7 +63,7 @@ def test_rounding_is_to_the_nearest_even(name, theirs):
 @pytest.mark.parametrize("name, bits", [("e4m3", 3), ("bf16", 7), ("e2m1", 1)])
 def test_errors_are_half_a_step_of_the_value_between(name, bits):
     """u / (1 + u) of a value just above a power of two, u half a step; twice that a power of two below the normals."""
-    found = {interval.exponent: interval for interval in by_magnitude(BY_NAME[name])}
+    found = {interval.exponent: interval for interval in intervals(BY_NAME[name])}
     u = 2.0 ** -(bits + 1)
     assert (
         found[0].worst_relative_error == pytest.approx(u / (1 + u), rel=1e-12)
@@ -81,4 +81,4 @@ def test_errors_are_half_a_step_of_the_value_between(name, bits):
 
 
 def test_scales_have_no_error_of_their_own():
-    assert all(interval.worst_relative_error is None for interval in by_magnitude(BY_NAME["e8m0"]))
+    assert all(interval.worst_relative_error is None for interval in intervals(BY_NAME["e8m0"]))

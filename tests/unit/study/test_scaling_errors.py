@@ -18,7 +18,7 @@ from megatron_fp8.study.scaling_errors import MAGNITUDES, SETTINGS, simulate
 
 def test_finer_scales_bear_larger_outliers():
     largest = {
-        (q.recipe, q.rule.split()[1]): q for q in scaling.by_recipe() if q.outlier == scaling.SIZES[-1]
+        (q.recipe, q.rule.split()[1]): q for q in scaling.recipe_results() if q.outlier == scaling.SIZES[-1]
     }
     order = [("tensorwise", "tensor"), ("rowwise", "row"), ("blockwise", "1x128"), ("mxfp8", "1x32")]
     noise = [largest[key].ordinary_sqnr_db for key in order]
@@ -28,10 +28,10 @@ def test_finer_scales_bear_larger_outliers():
 
 
 def test_tensorwise_is_what_another_library_casts():
-    x, where = scaling.with_outliers(65536)
+    x, where = scaling.outlier_tensor(65536)
     scale = np.float32(448) / np.float32(65536)
     y = (x.numpy() * scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / scale
-    (mine,) = (q for q in scaling.by_recipe() if (q.recipe, q.outlier) == ("tensorwise", 65536))
+    (mine,) = (q for q in scaling.recipe_results() if (q.recipe, q.outlier) == ("tensorwise", 65536))
     other = torch.from_numpy(y)
     assert abs(scaling.sqnr(x[~where], other[~where]) - mine.ordinary_sqnr_db) < 1e-3
 

@@ -19,9 +19,9 @@ from megatron_fp8.study.support_matrix import (
     Generation,
     Trial,
     cpu_product,
-    documented,
-    here,
+    documented_cell,
     matrix,
+    this_device,
     torch_refusal,
 )
 from tests.support.architecture import PACKAGE
@@ -76,7 +76,7 @@ def test_cells_are_what_the_backends_decide(generation: Generation, monkeypatch:
 
 def test_an_unknown_backend_has_unknown_cells():
     for generation in GENERATIONS:
-        cell = documented("another", "mxfp8", generation)
+        cell = documented_cell("another", "mxfp8", generation)
         assert cell.supported is None and cell.mark == "?" and "another" in (cell.note or "")
 
 
@@ -94,12 +94,12 @@ def test_what_multiplies_blocks_is_named(monkeypatch: pytest.MonkeyPatch):
         with monkeypatch.context() as there:
             device = as_if_on(generation, there)
             for recipe in RECIPE_NAMES:
-                cell = documented("native", recipe, generation)
+                cell = documented_cell("native", recipe, generation)
                 if cell.supported:
                     notes = " ".join(native.notes(device, RECIPES[recipe]()))
                     for ours, doctors in (("block-scaled kernel", "Triton kernel"), ("MX product",) * 2):
                         assert (ours in notes) == (doctors in (cell.note or "")), (recipe, generation.key)
-    said = {g.key: documented("native", "blockwise", g).note for g in GPUS}
+    said = {g.key: documented_cell("native", "blockwise", g).note for g in GPUS}
     assert "Triton kernel" in (said["sm89"] or "") and said["sm90"] is None
     assert "fprop, dgrad, wgrad by torch's MX product" in (said["sm100"] or "")
 
@@ -129,7 +129,7 @@ def test_the_cpu_s_product_is_the_one_that_is_taken(generation: Generation, monk
     taken = "gemm.c multiplies BF16" if emulation.has_matmul() else "products in float32"
     assert cpu_product(generation).startswith(taken)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert here() == generation
+    assert this_device() == generation
 
 
 def test_every_cell_says_how_it_is_known():
@@ -145,10 +145,10 @@ def test_every_cell_says_how_it_is_known():
 @pytest.mark.parametrize("generation", GPUS, ids=lambda g: g.key)
 def test_a_gpu_finds_its_column(generation: Generation, monkeypatch: pytest.MonkeyPatch):
     as_if_on(generation, monkeypatch)
-    assert here() == generation
+    assert this_device() == generation
     if generation.capability:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-        assert here() is None
+        assert this_device() is None
 
 
 def test_what_was_tried_wins():

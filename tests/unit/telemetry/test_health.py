@@ -9,7 +9,7 @@ import torch
 from megatron_fp8 import convert_to_fp8
 from megatron_fp8.nn import fp8_step
 from megatron_fp8.telemetry import Telemetry
-from megatron_fp8.telemetry.health import FirstBad, in_words
+from megatron_fp8.telemetry.health import FirstBad, limit_line
 from tests.support.sites import randn
 
 
@@ -22,12 +22,12 @@ def test_each_reason_once():
     assert known.check([record(1, nonfinite=0.0, **{"overflows%": 0.5, "underflows%": 40.0})]) == []
     (bad,) = known.check([record(2, nonfinite=3.0, **{"overflows%": 2.0})])
     assert bad["went_bad"] == ["non-finite", "saturation"]
-    assert in_words([bad, bad]) == (
+    assert limit_line([bad, bad]) == (
         "telemetry: iteration 2: fc1 input went bad: non-finite (3 values), and 1 more tensors"
     )
     assert known.check([record(3, nonfinite=3.0, **{"overflows%": 2.0})]) == []
     (later,) = known.check([record(4, **{"underflows%": 60.0})])
-    assert later["went_bad"] == ["underflow"] and "underflow (60%)" in in_words([later])
+    assert later["went_bad"] == ["underflow"] and "underflow (60%)" in limit_line([later])
     assert known.found == {
         ("fc1", "input", "non-finite"): 2,
         ("fc1", "input", "saturation"): 2,
