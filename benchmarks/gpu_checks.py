@@ -199,7 +199,7 @@ def mx_scales(machine: Machine, name: str) -> str:
                 count += there.scale_inv.numel()
     if name != "blockwise" or machine.backend is not native:
         return f"{count:,} scales in tiles, all equal"
-    by = native.by_mx(chosen, native.refusals(machine.device, native.multiply))
+    by = native.mx_gemms(chosen, native.refusals(machine.device, native.multiply))
     if torch.cuda.get_device_capability(machine.device)[0] == 10:
         assert by == ["fprop", "dgrad", "wgrad"], f"of three products of blocks {by} run as MX's"
     return f"{count:,} scales in tiles, all equal; products of blocks that run as MX's: {', '.join(by) or 'none'}"

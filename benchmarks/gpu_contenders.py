@@ -118,7 +118,7 @@ def _transformer_engine(
     """Its linears in the recipes that both have, by the mapping that training uses."""
     names = {f"TE {name}": name for name in RECIPES}
     if machine.dry:
-        return {}, dict.fromkeys(names, engine.missing() or "dry run: needs a GPU")
+        return {}, dict.fromkeys(names, engine.unavailable_reason() or "dry run: needs a GPU")
     found, absent = {}, {}
     for label, name in names.items():
         reason = engine.supports(machine.device, RECIPES[name])

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron_fp8.backends import emulated
-from megatron_fp8.backends.base import Quantized
+from megatron_fp8.backends.base import CastResult
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.numerics.cast import RandomKey, philox_bits
 from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
@@ -47,9 +47,9 @@ class Functions:
     update of the case's slots after its iterations.
     """
 
-    quantize: Callable[..., Quantized]
+    quantize: Callable[..., CastResult]
     transpose: Callable[[torch.Tensor], torch.Tensor]
-    normed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rule], Quantized]
+    normed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rule], CastResult]
     updated: Callable[[list[torch.Tensor], DelayedScaling], Outputs]
 
 
@@ -177,7 +177,7 @@ def _updated(recipe: DelayedScaling) -> Callable[[Functions, torch.device], Outp
     return outputs
 
 
-def named(quantized: Quantized) -> Outputs:
+def named(quantized: CastResult) -> Outputs:
     """Codes and scales of the sides that are there, amax and count."""
     out = {
         "amax": quantized.amax,
@@ -198,7 +198,7 @@ def named(quantized: Quantized) -> Outputs:
 def emulated_functions() -> Functions:
     """torch operations, on the CPU or any other device."""
 
-    def normed(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, rule: Rule) -> Quantized:
+    def normed(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, rule: Rule) -> CastResult:
         y = (x * rstd[:, None]).mul_(weight.to(torch.float32)).to(x.dtype)
         return emulated.quantize(y, rule, "both")
 
@@ -218,8 +218,8 @@ def kernel_functions() -> Functions:
     """The Triton kernels, compiled (or interpreted, if Triton was told so before it was imported)."""
     from megatron_fp8.kernels import delayed_update, fused_quantize, gemm_layouts, quantize
 
-    def normed(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, rule: Rule) -> Quantized:
-        source = fused_quantize.Normalized(x, rstd, weight)
+    def normed(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, rule: Rule) -> CastResult:
+        source = fused_quantize.RmsNorm(x, rstd, weight)
         record = quantize.Record.new(x.device)
         sides = quantize.quantize_blocks(source, rule.fmt, block=rule.granularity.cols, record=record)
         rowwise, columnwise = (
@@ -228,7 +228,7 @@ def kernel_functions() -> Functions:
             if side is not None
         )
         tensor = Float8Tensor(rowwise, columnwise, x.dtype)
-        return Quantized(tensor, record.amax, record.nonfinite)
+        return CastResult(tensor, record.amax, record.nonfinite)
 
     def updated(running: list[torch.Tensor], recipe: DelayedScaling) -> Outputs:
         slots, device = running[0].numel(), running[0].device

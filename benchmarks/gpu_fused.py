@@ -24,7 +24,7 @@ from benchmarks.support.launched_kernels import launched
 from megatron_fp8 import recipe
 from megatron_fp8.backends import BACKENDS
 from megatron_fp8.backends.native import backend as native
-from megatron_fp8.kernels.lazy_tensor import LazyTensor, written
+from megatron_fp8.kernels.lazy_tensor import LazyTensor, materialize
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.params.shards import quantize_shards
@@ -65,7 +65,10 @@ def layers(name: str, sizes: Gpt = TINY, steps: int = 3) -> str:
     """A GPT whose norms and SwiGLU its linears' kernels compute, and one where they are written first: the same bits."""
     outcomes = []
     for first in (False, True):
-        with launched() as calls, mock.patch.object(native, "source_of", written) if first else nullcontext():
+        with (
+            launched() as calls,
+            mock.patch.object(native, "source_of", materialize) if first else nullcontext(),
+        ):
             run = Training(sizes, name, "native")
             losses = torch.stack([run.step() for _ in range(steps)])
         outcomes.append((losses, dict(run.model.named_parameters()), calls))
@@ -189,11 +192,11 @@ def _quantize(source: Callable[[], Any], rule: Any, scale: torch.Tensor | None, 
 
 def sources(machine: Machine, what: str, rows: int, cols: int) -> Callable[[], Any]:
     """What makes a TileSource [rows, cols] anew: the norm's statistic is part of the work."""
-    from megatron_fp8.kernels.fused_quantize import Normalized, Swiglu, SwigluGradient, row_rstd
+    from megatron_fp8.kernels.fused_quantize import RmsNorm, Swiglu, SwigluGradient, row_rstd
 
     if what == "norm":
         x, weight = random(machine, rows, cols, seed=1), random(machine, 1, cols, seed=2)[0]
-        return lambda: Normalized(x, row_rstd(x, 1e-5), weight)
+        return lambda: RmsNorm(x, row_rstd(x, 1e-5), weight)
     if what == "swiglu":
         return partial(Swiglu, random(machine, rows, 2 * cols, seed=1))
     return partial(

@@ -226,26 +226,26 @@ def _computed() -> None:
     """Norm, SwiGLU and its gradient, computed by who quantizes them, and written."""
     from megatron_fp8.backends.native import backend as native
     from megatron_fp8.kernels.fused_quantize import (
-        Normalized,
+        RmsNorm,
         Swiglu,
         SwigluGradient,
         row_rstd,
         swiglu_weight_grad,
     )
     from megatron_fp8.kernels.lazy_tensor import LazyTensor
-    from megatron_fp8.kernels.quantize import write
+    from megatron_fp8.kernels.quantize import write_matrix
 
     scales, straight = empty(2), {"running": _running(), "for_product": True}
     for rows, cols in ((8192, 4096), (70, 200), (70, 202), (4096, 256)):
         x, wide = empty(rows, cols, dtype=BF16), empty(rows, 2 * cols, dtype=BF16)
         makers: dict[str, Callable[[], Any]] = {
-            "input": partial(Normalized, x, row_rstd(x, 1e-5), empty(cols, dtype=BF16)),
+            "input": partial(RmsNorm, x, row_rstd(x, 1e-5), empty(cols, dtype=BF16)),
             "weight": partial(Swiglu, wide),
             "grad_output": partial(SwigluGradient, empty(rows, cols // 2, dtype=BF16), x),
         }
         swiglu_weight_grad(x, wide)
         for which, make in makers.items():
-            write(make())
+            write_matrix(make())
             for recipe in RECIPES.values():
                 rule = recipe.rule("grad_output" if which == "grad_output" else "input")
                 for direction in ("both", "rowwise") if rows % 16 == 0 else ("both",):

@@ -128,7 +128,7 @@ def works() -> list[Work]:
     """Every kernel that training runs on BF16, at the shapes of an 8B model and 8192 tokens."""
     from megatron_fp8.kernels.delayed_update import update_delayed
     from megatron_fp8.kernels.fused_quantize import (
-        Normalized,
+        RmsNorm,
         Swiglu,
         SwigluGradient,
         row_rstd,
@@ -137,7 +137,7 @@ def works() -> list[Work]:
     from megatron_fp8.kernels.gemm_layouts import transpose
     from megatron_fp8.kernels.param_cast import piece_amax, piece_cast
     from megatron_fp8.kernels.quantize import quantize_blocks
-    from megatron_fp8.kernels.tiles import Plain
+    from megatron_fp8.kernels.tiles import StoredMatrix
     from megatron_fp8.numerics.formats import E4M3, E5M2
     from megatron_fp8.state.amax_history import AmaxRingBuffer
 
@@ -152,8 +152,8 @@ def works() -> list[Work]:
         AmaxRingBuffer(1024, 1024, torch.device("meta")),
     )
     return [
-        *of_source("", lambda: Plain(x), E4M3, plain, 2.0, (2.0,)),
-        *of_source("norm, ", lambda: Normalized(x, row_rstd(x, 1e-5), gamma), E4M3, plain, 2.0, (2.0,)),
+        *of_source("", lambda: StoredMatrix(x), E4M3, plain, 2.0, (2.0,)),
+        *of_source("norm, ", lambda: RmsNorm(x, row_rstd(x, 1e-5), gamma), E4M3, plain, 2.0, (2.0,)),
         *of_source("SwiGLU, ", lambda: Swiglu(wide), E4M3, ffn, 4.0, (4.0,)),
         # Two matrices of n columns and one of 2 n; a tile of the one half reads all three, of the other two.
         *of_source("SwiGLU backward, ", lambda: SwigluGradient(dy, wide), E5M2, 2 * ffn, 3.0, (6.0, 4.0)),
@@ -229,7 +229,13 @@ def of_source(
     what: str, make: Callable[[], Any], fmt: Any, values: int, loaded: float, ways: tuple[float, ...]
 ) -> list[Work]:
     """What the recipes do with a matrix that is there, or is computed by who quantizes it."""
-    from megatron_fp8.kernels.quantize import measure, quantize_blocks, quantize_rows, quantize_tensor, write
+    from megatron_fp8.kernels.quantize import (
+        measure,
+        quantize_blocks,
+        quantize_rows,
+        quantize_tensor,
+        write_matrix,
+    )
 
     def rows() -> Any:
         source = make()
@@ -263,7 +269,7 @@ def of_source(
             "quantize_tiles", 2.0 + 2 / 32,
         ),
     ]  # fmt: skip
-    return found + ([work("written", lambda: write(make()), "write_values", 2.0)] if what else [])
+    return found + ([work("written", lambda: write_matrix(make()), "write_values", 2.0)] if what else [])
 
 
 def recording() -> Any:

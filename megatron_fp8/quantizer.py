@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 
 from .backends import reference
-from .backends.base import AmaxReduction, CastRequest, Quantized, Region, check_matrix
+from .backends.base import AmaxReduction, CastRequest, CastResult, Region, check_matrix
 from .files.argument_check import check_tensor
 from .kernels.cast_dispatch import block_amaxes, in_memory
 from .numerics.cast import RandomKey
 from .numerics.rule import Direction, Rule
 from .recipe import Recipe, recipe_name
 from .state.arena import Slot
-from .state.observer_protocol import Observer, SeenCast
+from .state.observer_protocol import CastEvent, Observer
 from .tensor import Float8Tensor
 
 
@@ -92,10 +92,10 @@ class Quantizer:
 
     def quantize(
         self, x: torch.Tensor, direction: Direction, *, reduce_amax: AmaxReduction | None = None
-    ) -> Quantized:
+    ) -> CastResult:
         """Casts x [rows, cols] and records nothing."""
         request = self.request(CastJob(self, direction, x, False, reduce_amax, for_product=False))
-        done: Quantized = self.backend.quantize(
+        done: CastResult = self.backend.quantize(
             x, request.rule, direction, scale=request.scale, reduce_amax=reduce_amax
         )
         return done
@@ -117,12 +117,12 @@ class Quantizer:
             job.for_product and self.computes and not observed,
         )
 
-    def observe_cast(self, job: CastJob, quantized: Quantized, observer: Observer) -> None:
+    def observe_cast(self, job: CastJob, quantized: CastResult, observer: Observer) -> None:
         """Shows the observer a cast, and records what the cast did not."""
         if job.record and self._returns_slot_amax:
             self.record(quantized.amax, quantized.nonfinite)
         shard = job.reduce_amax is not None
-        observer.cast(SeenCast(self.slot.name, job.x, quantized, job.direction, job.record, shard))
+        observer.cast(CastEvent(self.slot.name, job.x, quantized, job.direction, job.record, shard))
 
     def record(self, amax: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
         """Updates the slot's running amax by this one (float32 [], may be Inf, never NaN); adds the non-finite count,
@@ -139,7 +139,7 @@ class Quantizer:
     def again(self, x: torch.Tensor, direction: Direction, scale: torch.Tensor | None) -> Float8Tensor:
         """Repeats an earlier cast of x with its delayed scale (None: current scaling). Records nothing."""
         self.slot.arena.counter.here.casts += 1
-        done: Quantized = self.backend.quantize(x, self.rule, direction, scale=scale)
+        done: CastResult = self.backend.quantize(x, self.rule, direction, scale=scale)
         return done.tensor
 
     def delayed_scale(self) -> torch.Tensor | None:
@@ -212,21 +212,21 @@ def cast_each(jobs: Sequence[CastJob]) -> list[Float8Tensor]:
         done[backend] = iter(quantize_each(asked))
     made = []
     for job in jobs:
-        quantized: Quantized = next(done[job.quantizer.backend])
+        quantized: CastResult = next(done[job.quantizer.backend])
         if (observer := job.quantizer.slot.arena.observer) is not None:
             job.quantizer.observe_cast(job, quantized, observer)
         made.append(quantized.tensor)
     return made
 
 
-def _quantize_in_turn(backend: ModuleType) -> Callable[[Sequence[CastRequest]], list[Quantized]]:
+def _quantize_in_turn(backend: ModuleType) -> Callable[[Sequence[CastRequest]], list[CastResult]]:
     """``quantize_each`` for a backend that has none."""
 
-    def quantize(request: CastRequest) -> Quantized:
+    def quantize(request: CastRequest) -> CastResult:
         options = request._asdict()
         if not hasattr(backend, "kernels_cast"):
             del options["for_product"]
-        found: Quantized = backend.quantize(**options)
+        found: CastResult = backend.quantize(**options)
         return found
 
     return lambda requests: [quantize(request) for request in requests]

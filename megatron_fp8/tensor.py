@@ -21,7 +21,7 @@ from .numerics import host_sync, nvfp4
 from .numerics.cast import known_finite, one_nan_
 from .numerics.formats import E2M1, FloatFormat, format_of
 from .numerics.rule import Granularity
-from .numerics.subnormals import keeping_subnormals
+from .numerics.subnormals import keep_subnormals
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class QuantizedSide:
         scale_inv = self.scale_inv if self.granularity.is_tensor else self.scale_inv.t()
         return replace(self, codes=self.codes.t(), scale_inv=scale_inv)
 
-    @keeping_subnormals
+    @keep_subnormals
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns codes * scale_inv in float32, rounded once to dtype; NaN codes and scales give the canonical quiet
         NaN. A transformed matrix is transformed back, before the rounding."""

@@ -80,7 +80,7 @@ class CastRequest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Quantized:
+class CastResult:
     """Result of a quantization: the tensor, the local amax (float32 []) and the non-finite count. If the backend recorded
     in a ``RunningAmax``, these may be the slot's."""
 
@@ -104,7 +104,7 @@ RESULTS = (torch.float32, torch.bfloat16, torch.float16)
 """Result dtypes of a gemm (and float64, for a reference)."""
 
 
-def unfit(
+def gemm_error(
     a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None
 ) -> ValueError:
     """A gemm's error: contractions differ, both operands are E5M2, or the result dtype or the bias's shape is wrong."""

@@ -15,10 +15,10 @@ from ..kernels.cpu import emulation, matrix_quantize
 from ..numerics.rule import ROW, TENSOR, Direction, Granularity
 from ..tensor import Float8Tensor, QuantizedSide
 from . import reference
-from .base import AmaxReduction, CastRequest, Quantized
+from .base import AmaxReduction, CastRequest, CastResult
 
 
-def quantize_each(requests: Sequence[CastRequest]) -> list[Quantized]:
+def quantize_each(requests: Sequence[CastRequest]) -> list[CastResult]:
     """``reference.quantize`` of each request, all that C supports in one call."""
     inputs = [_cast_input(request) for request in requests]
     made = iter(matrix_quantize.quantize([one for one in inputs if one is not None]))
@@ -72,7 +72,7 @@ def _with_other_ranks(
     return wanted._replace(amaxes=amaxes, own=(amax, special))
 
 
-def _quantized(request: CastRequest, done: matrix_quantize.CastOutput) -> Quantized:
+def _quantized(request: CastRequest, done: matrix_quantize.CastOutput) -> CastResult:
     """The quantized tensor made of each cut's codes and scales, both in x's orientation."""
     x, rule, direction, _, running, *_ = request
     made, amax, special = done
@@ -89,4 +89,4 @@ def _quantized(request: CastRequest, done: matrix_quantize.CastOutput) -> Quanti
         codes, scale_inv = made[-1]
         turned = scale_inv if rule.granularity.is_tensor else scale_inv.t()
         columnwise = QuantizedSide(codes.t(), turned, *facts)  # [cols, rows]
-    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
+    return CastResult(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)

@@ -33,11 +33,11 @@ from ..kernels.gemms import finish, keeps_float32, matmul_by_row, matmul_fp32
 from ..numerics import nvfp4
 from ..numerics.formats import E5M2
 from ..numerics.rule import BLOCK_1X32, BLOCK_128X128, Direction, Rule
-from ..numerics.subnormals import keeping_subnormals
+from ..numerics.subnormals import keep_subnormals
 from ..recipe import Products, Recipe
 from ..tensor import Operand, QuantizedSide, expand_scale
 from . import cpu_cast, fp4
-from .base import RESULTS, CastRequest, Quantized, gemm_in_turn, unfit
+from .base import RESULTS, CastRequest, CastResult, gemm_error, gemm_in_turn
 
 name = "emulated"
 takes_any_size = True
@@ -58,7 +58,7 @@ def turns_codes(rule: Rule) -> bool:
     return rule.fmt.codes_per_byte == 1
 
 
-def quantize(x: torch.Tensor, rule: Rule, direction: Direction, **options: Any) -> Quantized:
+def quantize(x: torch.Tensor, rule: Rule, direction: Direction, **options: Any) -> CastResult:
     """Quantize a matrix [rows, cols] in one or both directions; ``options``: CastRequest's."""
     return quantize_each([CastRequest(x, rule, direction, **options)])[0]
 
@@ -187,7 +187,7 @@ def _check(
     else:
         contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if not contracts or out_dtype not in _RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
-        raise unfit(a, b, out_dtype, bias)
+        raise gemm_error(a, b, out_dtype, bias)
 
 
 def _is_fp4(a: QuantizedSide, b: QuantizedSide) -> bool:
@@ -262,7 +262,7 @@ def accumulate(a: Operand, b: Operand, into: torch.Tensor, *, zeros: bool = Fals
     _check(a, b, torch.float32)
     if into.shape != (rows_cols := (a.codes.shape[0], b.codes.shape[0])):
         raise ValueError(f"a product of shape {rows_cols} cannot be added to one of {tuple(into.shape)}")
-    if _has_few_rows(a, b, torch.float32) or into.dtype != torch.float32 or not emulation.plain(into):
+    if _has_few_rows(a, b, torch.float32) or into.dtype != torch.float32 or not emulation.is_plain(into):
         return False
     operands = _as_c_reads(a, b)
     return operands is not None and emulation.multiply(*operands, torch.float32, into=into) is not None
@@ -285,7 +285,7 @@ def grouped_gemm(
         wanted = torch.float32 if add else out.dtype
         _check(left, right, wanted)
         writes = (torch.float32,) if add else _IN_C
-        if _has_few_rows(left, right, wanted) or not emulation.plain(out) or out.dtype not in writes:
+        if _has_few_rows(left, right, wanted) or not emulation.is_plain(out) or out.dtype not in writes:
             continue
         operands = _as_c_reads(left, right)
         if operands is not None:
@@ -322,7 +322,7 @@ def _as_c_reads(
 _IN_C = (torch.bfloat16, torch.float32)
 
 
-@keeping_subnormals
+@keep_subnormals
 def _in_torch(
     a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None, exact: bool
 ) -> torch.Tensor:

@@ -23,13 +23,13 @@ from ..kernels.gemms import finish, matmul_fp32
 from ..numerics import nvfp4
 from ..numerics.cast import chunks
 from ..numerics.rule import Rule
-from ..numerics.subnormals import keeping_subnormals
+from ..numerics.subnormals import keep_subnormals
 from ..tensor import Float8Tensor, QuantizedSide, expand_scale
-from .base import CastRequest, Quantized, Region
+from .base import CastRequest, CastResult, Region
 
 
-@keeping_subnormals
-def quantize(request: CastRequest) -> Quantized:
+@keep_subnormals
+def quantize(request: CastRequest) -> CastResult:
     """``reference.quantize`` of an E2M1 rule. NaN is cast as 0, Inf saturates; both are counted."""
     x, rule, direction, static, running, reduce_amax, region, _ = request
     assert region is not None or not rule.stochastic, (
@@ -65,12 +65,12 @@ def quantize(request: CastRequest) -> Quantized:
         columnwise = replace(side, padding=side.codes.shape[1] * 2 - len(x), hadamard=hadamard)
     if running is not None:
         running.record(own, nonfinite)
-    return Quantized(
+    return CastResult(
         Float8Tensor(None if direction == "columnwise" else rowwise, columnwise, x.dtype), own, nonfinite
     )
 
 
-def _in_c(request: CastRequest) -> Quantized:
+def _in_c(request: CastRequest) -> CastResult:
     """``quantize`` of a matrix that C takes."""
     x, rule, direction, static, running, reduce_amax, region, _ = request
     amaxes = cpu_fp4.find_amaxes(x, rule, direction)
@@ -105,7 +105,7 @@ def _in_c(request: CastRequest) -> Quantized:
     if running is not None:
         running.record(own, nonfinite)
     rowwise = None if direction == "columnwise" else sides[0]
-    return Quantized(Float8Tensor(rowwise, sides[1], x.dtype), own, nonfinite)
+    return CastResult(Float8Tensor(rowwise, sides[1], x.dtype), own, nonfinite)
 
 
 def _largest(amaxes: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ def operands(a: QuantizedSide, b: QuantizedSide) -> tuple[Operand, Operand]:
 def _operand(side: QuantizedSide, dtype: torch.dtype) -> Operand:
     in_loop = dtype == torch.bfloat16 and emulation.inner_loop() in (emulation.AVX512, emulation.AMX)
     if side.tensor_amax is None or not (
-        in_loop and emulation.plain(side.codes) and emulation.plain(side.scale_inv)
+        in_loop and emulation.is_plain(side.codes) and emulation.is_plain(side.scale_inv)
     ):
         return Operand(_values(side, dtype))
     return Operand(side.codes, fp4_scale=side.scale_inv, fp4_rows=side.granularity.rows)
@@ -221,7 +221,7 @@ def _values(side: QuantizedSide, dtype: torch.dtype) -> torch.Tensor:
     return values.mul_(expand_scale(side.scale_inv.to(dtype), side.granularity, values.shape))
 
 
-@keeping_subnormals
+@keep_subnormals
 def tensor_factor(a: QuantizedSide, b: QuantizedSide) -> torch.Tensor:
     """float32 []: the product of both tensors' amaxes over 2688^2; over 2688 where one side is NVFP4."""
     amaxes = [side.tensor_amax for side in (a, b) if side.tensor_amax is not None]

@@ -16,14 +16,14 @@ from ..kernels.cast_dispatch import in_memory
 from ..numerics.cast import cast_stochastic
 from ..numerics.rule import Granularity, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv
-from ..numerics.subnormals import keeping_subnormals
+from ..numerics.subnormals import keep_subnormals
 from ..tensor import Float8Tensor, QuantizedSide, expand_scale
 from . import fp4
-from .base import CastRequest, Quantized, Region
+from .base import CastRequest, CastResult, Region
 
 
-@keeping_subnormals
-def quantize(request: CastRequest) -> Quantized:
+@keep_subnormals
+def quantize(request: CastRequest) -> CastResult:
     """Quantize a matrix in one or both directions. ValueError if its dtype is none of CastRequest's."""
     x, rule, direction, scale, running, reduce_amax, region, _ = request
     if rule.scale == "e4m3":
@@ -67,7 +67,7 @@ def quantize(request: CastRequest) -> Quantized:
         columnwise = QuantizedSide(made.t(), turned_scale, granularity, pow2, finite)  # [cols, rows]
     if running is not None:
         running.record(amax, nonfinite)
-    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
+    return CastResult(Float8Tensor(rowwise, columnwise, x.dtype), amax, nonfinite)
 
 
 def block_scales(amax: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:

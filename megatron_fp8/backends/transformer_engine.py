@@ -2,8 +2,8 @@
 
 The other backends get a matrix and a rule. Transformer Engine (TE) runs a whole layer: casts, GEMMs, communication and
 the amax history are its own, configured by a recipe object given to its autocast. So this backend has no ``quantize``
-and no ``gemm``. It has ``te_recipe``, which translates a recipe into TE's, and ``disagreements``, which compares the
-quantizers that TE made for a layer with the recipe.
+and no ``gemm``. ``te_recipe`` translates a recipe into TE's, and ``quantizer_differences`` compares the quantizers that
+TE made for a layer with the recipe.
 
 Both are needed, because TE silently ignores settings that it does not know. Its recipes are pydantic dataclasses, which
 ignore unknown keywords: ``DelayedScaling(override_linear_precision=...)``, Megatron-Core's request for a weight gradient
@@ -49,7 +49,7 @@ NEEDS = (
 )
 
 
-def missing() -> str | None:
+def unavailable_reason() -> str | None:
     """Why Transformer Engine cannot be used in this process, with the install line; None if it can."""
     if util.find_spec("transformer_engine") is None:
         return f"Transformer Engine is not installed: {INSTALL}"
@@ -79,12 +79,12 @@ def version() -> str:
 
 def supports(device: torch.device, recipe: Recipe | Products | None = None) -> str | None:
     """Why TE's linears cannot run on the device, or not this recipe; None if they can. TE is asked about the GPU."""
-    reason = missing() or device_reason(device)
+    reason = unavailable_reason() or device_reason(device)
     if reason is not None or recipe is None:
         return reason
     if isinstance(recipe, Mapping):
         return "Transformer Engine's context has one recipe for all GEMMs"
-    return unmapped(recipe) or _refusal_of_te(recipe)
+    return unsupported_part(recipe) or _refusal_of_te(recipe)
 
 
 def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
@@ -97,7 +97,7 @@ def device_reason(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"Transformer Engine needs a CUDA device, this is {device}"
 
 
-def unmapped(recipe: Recipe) -> str | None:
+def unsupported_part(recipe: Recipe) -> str | None:
     """The part of a recipe that TE does not support; None if it supports all. Needs no Transformer Engine."""
     if isinstance(recipe, CustomRecipe):
         return (
@@ -139,10 +139,10 @@ def te_recipe(recipe: Recipe) -> Any:
     """TE's recipe object for ``recipe``, with every setting read back and compared.
 
     Raises:
-        ValueError: TE does not support it (``unmapped``), or another recipe that TE cannot distinguish is in use.
+        ValueError: TE does not support it (``unsupported_part``), or another recipe that TE cannot distinguish is in use.
         RuntimeError: the installed TE ignored a setting.
     """
-    reason = unmapped(recipe)
+    reason = unsupported_part(recipe)
     if reason is not None:
         raise ValueError(f"{reason}: use fp8_backend='native'")
     classes = import_module("transformer_engine.common.recipe")
@@ -266,7 +266,7 @@ _QUANTIZERS = {
 }
 
 
-def disagreements(linear: Any, recipe: Recipe) -> list[str]:
+def quantizer_differences(linear: Any, recipe: Recipe) -> list[str]:
     """Differences between the quantizers that TE made for a linear and the recipe; empty if there are none.
 
     Call it after the linear's first FP8 forward, which makes them.
@@ -308,7 +308,7 @@ def _compared(recipe: Recipe, role: str, quantizer: Any) -> dict[str, tuple[Any,
 
 def try_linear(recipe: Recipe, device: torch.device) -> tuple[float, list[str]]:
     """Runs one of TE's linears. Returns (relative root mean square error against the unquantized float64 product; the
-    result of ``disagreements``). Normal numbers in E4M3 give 3 to 4 %."""
+    result of ``quantizer_differences``). Normal numbers in E4M3 give 3 to 4 %."""
     engine = import_module("transformer_engine.pytorch")
     generator = torch.Generator().manual_seed(0)
     x, weight = (
@@ -325,4 +325,4 @@ def try_linear(recipe: Recipe, device: torch.device) -> tuple[float, list[str]]:
     with autocast(te_recipe(recipe), None):
         found = linear(x).double()
     exact = x.double() @ weight.double().t()
-    return ((found - exact).norm() / exact.norm()).item(), disagreements(linear, recipe)
+    return ((found - exact).norm() / exact.norm()).item(), quantizer_differences(linear, recipe)

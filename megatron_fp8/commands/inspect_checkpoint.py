@@ -147,11 +147,11 @@ def _delayed(folder: Path, metadata: Any) -> list[dict[str, Any]]:
 
 def format_description(found: dict[str, Any]) -> str:
     """The result of `describe` as text."""
-    from ..plan.settings import quantized_as
+    from ..plan.settings import entry_format
 
     layout, precision = found["layout"] or {}, found["precision"] or {}
     sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if size is not None)
-    fp8 = ", ".join(quantized_as(precision) or ("no FP8",))
+    fp8 = ", ".join(entry_format(precision) or ("no FP8",))
     if precision.get("fp8_param"):
         fp8 += ", FP8 parameters"
     if precision.get("fp4_param"):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..backends.transformer_engine import unmapped
+from ..backends.transformer_engine import unsupported_part
 from ..numerics.formats import E2M1
 from ..numerics.rule import BLOCK_1X32, Rule
 from ..recipe import GEMM_OPERANDS, NVFP4BlockScaling, Recipe
@@ -37,7 +37,9 @@ def overrides_yaml(found: FormatPlan, own: Mapping[str, Any]) -> str:
 
 def te_refusal(recipes: Recipes) -> str | None:
     """Why Transformer Engine has no quantizer for one of these recipes; None if it has them all."""
-    reasons = (unmapped(recipe) for recipe in recipes.values() if not isinstance(recipe, NVFP4BlockScaling))
+    reasons = (
+        unsupported_part(recipe) for recipe in recipes.values() if not isinstance(recipe, NVFP4BlockScaling)
+    )
     return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..params.stored_codes import granularities
 from ..plan.cast_spec import CastSpec
-from ..plan.site_plan import SitePlan, sent_as
+from ..plan.site_plan import SitePlan, dispatch_cast
 from .activations import probability_bytes
 from .config_reader import Settings
 from .fp8_weights import shares_gradient_buffer, weight_rules
@@ -279,7 +279,7 @@ def _sent_to_experts(settings: Settings, layer: Layer, role: str) -> CastSpec | 
     # All ranks use the same cast, and experts differ by overrides only.
     count = (model.num_moe_experts or 0) if model.fp8_overrides else 1
     sites = [f"{layer.name}mlp.experts.local_experts.{expert}.{linear}" for expert in range(count)]
-    return sent_as([settings.plan(site) for site in sites], role)[0]
+    return dispatch_cast([settings.plan(site) for site in sites], role)[0]
 
 
 def _expert_exchange(settings: Settings, layer: Layer) -> Iterator[Traffic]:

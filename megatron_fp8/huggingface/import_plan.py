@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..files.atomic_io import files_not_visible
 from ..numerics.formats import E2M1, E4M3
 from ..params.block_codes import is_scales_key, scales_key
-from ..state.collectives import first_rank_with, from_rank
+from ..state.collectives import broadcast_value, first_rank_with
 from .architectures import Entry
 from .block_scales import block_scales
 from .directory import Tensors, new_directory, written
@@ -152,7 +152,7 @@ class Sharing:
     def first(self, work: Callable[[], T]) -> T:
         """Result of `work()` on the first rank; other ranks wait. Raises as `each`."""
         found = self.each(lambda: work() if self.rank == 0 else None)
-        return from_rank(0, found)
+        return broadcast_value(0, found)
 
     def part(self, listed: list[Entry], tensors: Tensors) -> list[Entry]:
         """This rank's entries to make, in order, with about the same number of bytes on every rank.

@@ -29,7 +29,7 @@ import yaml
 from ..files.atomic_io import write_file
 from ..files.checkpoint import Manifest
 from ..numerics.formats import E2M1
-from ..state.collectives import total, union
+from ..state.collectives import sum_over_ranks, union
 from ..train.data.tokenizers import load_tokenizer
 from .architectures import Architecture, Entry, entries, fused_rows, layers_of_experts
 from .checkpoint_reader import FACT, SourceMetadata, floats_of, some
@@ -123,8 +123,8 @@ def import_directory(
         sharing.see(folder / "config.yaml")
         origin = SourceMetadata(floats_of(listed, tensors), union(incoming.lost))
         _save(folder, incoming, {"run": run, FACT: origin.fact()}, progress, sharing)
-        parameters = total(incoming.parameters())
-        kept_scales = total(incoming.kept_scales)
+        parameters = sum_over_ranks(incoming.parameters())
+        kept_scales = sum_over_ranks(incoming.kept_scales)
         names = tensors.names()
         quantized = [part for entry in listed for part in entry.parts if scale_name(part, names) is not None]
         fp4 = sum(tensors.dtype(part) == E2M1.dtype for part in quantized)

@@ -10,7 +10,7 @@ import torch
 from ..numerics import nvfp4
 from ..numerics.formats import E2M1, E4M3
 from ..numerics.rule import BLOCK_1X32, BLOCK_128X128, ROW, TENSOR, Granularity
-from ..numerics.subnormals import keeping_subnormals
+from ..numerics.subnormals import keep_subnormals
 from ..tensor import QuantizedSide
 from .directory import Tensors
 from .formats import BLOCK, sibling
@@ -199,7 +199,7 @@ def read_factor(name: str, tensors: Tensors) -> torch.Tensor:
     return _factor(name, seconds[0], tensors[seconds[0]])
 
 
-@keeping_subnormals
+@keep_subnormals
 def _factor(name: str, key: str, scale: torch.Tensor) -> torch.Tensor:
     """NVFP4's second scale as a factor, float32 []."""
     value = scale.float().reshape(-1)
@@ -211,7 +211,7 @@ def _factor(name: str, key: str, scale: torch.Tensor) -> torch.Tensor:
     return (1 / value if key.endswith("weight_global_scale") else value).reshape(())
 
 
-@keeping_subnormals
+@keep_subnormals
 def decode_fp4(name: str, codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """NVFP4's code * scale * factor in float32 [N, K], multiplied from the left as this package dequantizes.
 

@@ -18,7 +18,7 @@ import torch
 from ..fp8_utils import is_first_last_bf16_layer
 from ..inference.calibration import Calibration
 from ..plan.cast_spec import CastSpecs
-from ..plan.overrides import FORMATS, matching
+from ..plan.overrides import FORMATS, matching_overrides
 from ..recipe import Float8CurrentScaling, Recipe
 from .architectures import Architecture, Entry, entries, fused_latents, gemms, never_fp8
 from .block_scales import as_it_came, came_as_blocks, came_in_high_precision
@@ -304,7 +304,7 @@ def trained_in_bf16(site: str, section: dict[str, Any]) -> bool:
     )
     some = Float8CurrentScaling()  # any recipe will do: a checkpoint's custom recipe code is not imported
     choices = CastSpecs.of(some, bf16_reason="first_last_layers_bf16" if at_an_end else None)
-    for override in matching(site, section.get("fp8_overrides") or {}):
+    for override in matching_overrides(site, section.get("fp8_overrides") or {}):
         choices = choices.after(override, None if override.value in ("bf16", *FORMATS) else some, "")
     return choices.operands()["fprop"]["weight"] is None
 

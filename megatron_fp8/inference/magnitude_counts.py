@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..state.collectives import device_of, same_everywhere
+from ..state.collectives import device_of, equal_on_ranks
 
 _MAGNITUDES = 0x7F80  # number of finite bfloat16 magnitudes: bit patterns 0 to 0x7F7F
 
@@ -68,7 +68,7 @@ def merge_ranks(seen: MagnitudeCounts, group: Any) -> MagnitudeCounts:
     """Merges the statistics of all ranks of a group."""
     if group is None or dist.get_world_size(group) == 1:
         return seen
-    if not same_everywhere([len(seen.amaxes)], group):
+    if not equal_on_ranks([len(seen.amaxes)], group):
         raise ValueError(
             f"this rank calibrated on {len(seen.amaxes)} batches, and another one on fewer or more"
         )

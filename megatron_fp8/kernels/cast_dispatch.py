@@ -46,7 +46,7 @@ def cast_blocks(
     """
     if x.dtype in emulation.FLOATS and emulation.usable(x):
         return emulation.cast(x, scale, (rows, cols), fmt.dtype)
-    blocks = scaling.blocked(x, rows, cols)
+    blocks = scaling.view_blocks(x, rows, cols)
     codes = reference.cast(blocks, scale[:, None, :, None], fmt, bounded=bounded)
     padded = (blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
     codes = codes.view(padded)[: x.shape[0], : x.shape[1]]  # [M, N] of the padded matrix

@@ -18,7 +18,7 @@ from .fp4_kernels import cast_fp4, find_factor, find_fp4_amaxes
 from .gemm_layouts import tiled_size
 from .launch_cache import launch
 from .quantize import Record, measure, round_up
-from .tiles import Plain, Tile, TileSource, grid_of
+from .tiles import StoredMatrix, Tile, TileSource, grid_of
 
 TILE = Tile(128, 128, 4)
 """A thread has 16 rows of eight columns. Whole tiles of scales, in both directions."""
@@ -56,7 +56,7 @@ def find_amaxes(
 
     nonfinite (float32 []) is increased by the number of NaN and Inf, running (float32 []) updated by x's amax.
     """
-    source = x if isinstance(x, TileSource) else Plain(x)
+    source = x if isinstance(x, TileSource) else StoredMatrix(x)
     found = zero_pool.take(source.device)
     count = torch.zeros_like(found[0]) if nonfinite is None else nonfinite
     if not transformed:
@@ -101,7 +101,7 @@ def cast(
         pad_to: codes reach to a multiple of it along the contraction; 16 or a multiple.
         room: allocate codes for rows up to a multiple of it; the extra rows are not written.
     """
-    source = x if isinstance(x, TileSource) else Plain(x)
+    source = x if isinstance(x, TileSource) else StoredMatrix(x)
     rows, cols = source.rows, source.cols
     used = torch.empty(2, dtype=torch.float32, device=source.device)
     rowwise = columnwise = None

@@ -1,7 +1,7 @@
 """RMSNorm and SwiGLU fused with quantization: their results are never written in BF16.
 
 RMSNorm takes two launches: the first computes every row's statistic, the second is any quantize.py pass over the
-``Normalized`` source. The fused pair reads the input twice and writes codes once; separate kernels read the input, write
+``RmsNorm`` source. The fused pair reads the input twice and writes codes once; separate kernels read the input, write
 the result and read it again. A single launch would need 128 whole rows on chip, which does not fit at hidden 4096.
 
 Guarantee: given rstd, the norm's result and the codes have the bits of mcore/layers/norm.py (two float32 products and
@@ -35,7 +35,7 @@ from .device_math import divide, square_root, widen
 from .tiles import TileSource, sigmoid, unit_stride
 
 
-class Normalized(TileSource):
+class RmsNorm(TileSource):
     """RMSNorm with a given rstd: x * rstd * (weight + offset), two float32 products, one rounding to x's dtype.
 
     Args:

@@ -47,10 +47,10 @@ class _Cell:
 
     def write(self) -> torch.Tensor:
         if self.values is None:
-            from .quantize import write  # loads Triton
+            from .quantize import write_matrix  # loads Triton
 
             source: Any = self.source
-            self.values, self._source = write(source), None
+            self.values, self._source = write_matrix(source), None
         return self.values
 
 
@@ -124,7 +124,7 @@ class LazyTensor(torch.Tensor):
                 return _named(x._cell, shape, x.dtype, x.device)
         if func is aten.split_with_sizes.default and args[0].ndim == 2 and not any(args[2:]):  # by rows
             return _split(args[0], args[1])
-        return func(*tree_map(written, args), **tree_map(written, kwargs or {}))
+        return func(*tree_map(materialize, args), **tree_map(materialize, kwargs or {}))
 
 
 def _split(x: LazyTensor, counts: Sequence[int]) -> list[LazyTensor]:
@@ -144,7 +144,7 @@ def _named(cell: _Cell | _Rows, shape: Sequence[int], dtype: torch.dtype, device
     return made
 
 
-def written(x: Any) -> Any:
+def materialize(x: Any) -> Any:
     """A LazyTensor's values [..., cols]; anything else unchanged."""
     return x.written() if isinstance(x, LazyTensor) else x
 
@@ -152,4 +152,4 @@ def written(x: Any) -> Any:
 def source_of(x: torch.Tensor) -> Any:
     """Kernel input for x [..., cols]: the TileSource if it is not computed yet, else an ordinary tensor."""
     source = x.source if isinstance(x, LazyTensor) else None
-    return written(x) if source is None else source
+    return materialize(x) if source is None else source

@@ -43,7 +43,7 @@ from .quantize_kernels import (
     quantize_tiles,
     write_values,
 )
-from .tiles import Plain, Tile, TileSource, codes_like, grid_of, is_e4m3
+from .tiles import StoredMatrix, Tile, TileSource, codes_like, grid_of, is_e4m3
 
 TENSOR_TILE = Tile(128, 64, 4)
 BLOCK_TILE = Tile(128, 128, 8, registers=128)
@@ -303,7 +303,7 @@ def quantize_blocks(
     return out.sides(row_scale, col_scale)
 
 
-def write(source: TileSource) -> torch.Tensor:
+def write_matrix(source: TileSource) -> torch.Tensor:
     """The matrix of a TileSource, [rows, cols] in its dtype, contiguous: the values that the casts quantize."""
     tile = _tile(source)
     values = torch.empty(source.rows, source.cols, dtype=source.dtype, device=source.device)
@@ -322,7 +322,7 @@ def _block_tile(source: TileSource, block: int, square: bool) -> Tile:
         return MX_TILE
     if square:
         return SQUARE_TILE
-    return BLOCK_TILE if isinstance(source, Plain) else COMPUTED_BLOCK_TILE
+    return BLOCK_TILE if isinstance(source, StoredMatrix) else COMPUTED_BLOCK_TILE
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -403,7 +403,7 @@ class _Outputs:
 
 
 def _source(x: torch.Tensor | TileSource) -> TileSource:
-    return x if isinstance(x, TileSource) else Plain(x)
+    return x if isinstance(x, TileSource) else StoredMatrix(x)
 
 
 def _as_int(amax: torch.Tensor | None) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ A kernel reads a matrix [rows, cols] as tiles of its dtype. A ``TileSource`` des
 computes a tile, rounded to the dtype that the unfused operation would write. So one set of kernels serves all
 producers, and a fused kernel gives the codes of the unfused pair.
 
-Each kind of matrix has a class: ``Plain`` here; ``Normalized``, ``Swiglu`` and ``SwigluGradient`` in fused_quantize.py.
+Each kind of matrix has a class: ``StoredMatrix`` here; ``RmsNorm``, ``Swiglu``, ``SwigluGradient`` in fused_quantize.py.
 All have the same list of kernel arguments (x, first, second, offset). So a new kind needs a class and a branch of
 ``load``, and no kernel's signature changes.
 """
@@ -199,7 +199,7 @@ class TileSource:
         return grid_of(self.rows, self.cols, tile)
 
 
-class Plain(TileSource):
+class StoredMatrix(TileSource):
     """A matrix in memory.
 
     Args:

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .cpu.library import folders, private
+from .cpu.library import folders, private_folder
 
 
 @cache
@@ -79,7 +79,7 @@ def _settle(environ: MutableMapping[str, str], name: str, whose: str, default: C
     if environ.get(name):
         return
     try:
-        why, folder = private(default())
+        why, folder = private_folder(default())
         if why is None and not _writable(folder):
             why = f"{folder} cannot be written"
     except (

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..params.fp8_parameter import Fp8Parameter
 from ..quantizer import measure
 from ..state.fp8_state import Fp8State
-from ..state.iteration import LATER, NEVER, NOW, IterationCounts, in_backward, recorded
-from ..state.observer_protocol import SeenLinear
+from ..state.iteration import LATER, NEVER, NOW, IterationCounts, in_backward, record_time
+from ..state.observer_protocol import LinearEvent
 from .gemm_site import GemmSite
 from .quantized_tokens import QuantizedTokens
 
@@ -104,7 +104,7 @@ def _measure(x: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def counted_forward(
+def count_forward(
     sites: Sequence[GemmSite],
     inputs: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
@@ -194,7 +194,7 @@ def record_high_precision(
     has_values = not (x.is_meta or isinstance(x, FakeTensor))
     if observer is not None and has_values and torch._C._functorch.peek_interpreter_stack() is None:
         with _disable_current_modes():  # what keeps or counts operations has no business with an observer's
-            observer.high_precision(SeenLinear(site.plan.name, x, weight, y, not in_backward(), shard))
+            observer.high_precision(LinearEvent(site.plan.name, x, weight, y, not in_backward(), shard))
     return observe_high_precision(x, weight, y, site, training=training) if observe else y
 
 
@@ -235,7 +235,7 @@ def observe_high_precision(
     x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, site: GemmSite, *, training: bool
 ) -> torch.Tensor:
     """Record the amaxes of a linear that ran in high precision, for delayed scaling. Returns y [..., N], unchanged."""
-    if not site.has_histories or recorded(training, y) == NEVER:
+    if not site.has_histories or record_time(training, y) == NEVER:
         return y
     if torch.compiler.is_compiling() or site.watched_forwards.as_operator(x, weight):
         from .compiled import traced_observation  # loads torch's compiler

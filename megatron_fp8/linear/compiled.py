@@ -52,9 +52,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..plan.autocast_state import without_autocast
 from ..quantizer import measure
-from ..state.iteration import LATER, in_backward, recorded
+from ..state.iteration import LATER, in_backward, record_time
 from ..tensor import Operand
-from .amax_recorder import DeferredRecord, counted_forward, observe_forward
+from .amax_recorder import DeferredRecord, count_forward, observe_forward
 from .amax_recorder import observe_backward as record_gradient
 from .function import check_numbers
 from .gemm_site import GemmSite, site_by_handle
@@ -107,25 +107,25 @@ def traced_linear(
         counts = (
             tokens if isinstance(tokens, Tensor) else torch.tensor(tokens, dtype=torch.int64, device="cpu")
         )
-        tokens = beside(counts.to("cpu"), x, *weights)
+        tokens = match_fake_mode(counts.to("cpu"), x, *weights)
     y: Tensor
     y, *_ = operator(
         x,
         list(weights),
         bias,
         tokens,
-        [beside(site.handle, x, *weights) for site in call.sites],
+        [match_fake_mode(site.handle, x, *weights) for site in call.sites],
         layout,
         call.tp.to_text(),
         keeps,
         call.training,
-        recorded(call.training, x, bias, *weights),
+        record_time(call.training, x, bias, *weights),
         next_call(),
     )
     return y
 
 
-def beside(real: Tensor, *given: Tensor) -> Tensor:
+def match_fake_mode(real: Tensor, *given: Tensor) -> Tensor:
     """``real``, of any shape, as an argument: a fake copy if the other arguments' fake mode rejects real tensors."""
     if torch.compiler.is_compiling():
         return real
@@ -191,7 +191,7 @@ def linear(
         as_operator=True,
     )
     options: Any = {"training": training, "when": when}
-    with counted_forward(found, call.split(x), weights, **options) as (record, late):
+    with count_forward(found, call.split(x), weights, **options) as (record, late):
         done = forward(x, weights, bias, call._replace(record=record), [keeps] * len(found))
     stamps = stamps_to_tensors([Stamp.of(site.weights, training) for site in found], x.device)
     saved = SavedInput(x.new_empty(0), x.new_empty(0))
@@ -356,7 +356,7 @@ _register("grouped_linear")
 
 def traced_observation(x: Tensor, weight: Tensor, y: Tensor, site: GemmSite, *, training: bool) -> Tensor:
     """observe_high_precision while traced: records x [..., K], weight [N, K]; returns a copy of y [..., N]."""
-    handle = beside(site.handle, x, weight)
+    handle = match_fake_mode(site.handle, x, weight)
     return torch.ops.megatron_fp8.observe(x, weight, y, handle, training, next_call())[0]
 
 

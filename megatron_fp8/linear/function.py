@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.autocast_state import without_autocast
-from ..state.iteration import NOW, recorded
-from .amax_recorder import counted_forward
+from ..state.iteration import NOW, record_time
+from .amax_recorder import count_forward
 from .gemm_site import GemmSite
 from .linear_ops import backward, for_gradient, forward
 from .operands import Call
@@ -207,13 +207,13 @@ def _run_eager(
         numbers = on_host(tokens)
         check_numbers(site.plan.name, numbers, len(x))
         call = call._replace(tokens=numbers)
-    when, with_gradients = recorded(call.training, x, bias, *weights), torch.is_grad_enabled()
+    when, with_gradients = record_time(call.training, x, bias, *weights), torch.is_grad_enabled()
     recording: Any
     if when == NOW and site.state.observer is None:
         site.state.activity.awaits = True
         recording = nullcontext((True, None))
     else:
-        recording = counted_forward(call.sites, call.split(x), weights, training=call.training, when=when)
+        recording = count_forward(call.sites, call.split(x), weights, training=call.training, when=when)
     with recording as (record, late):
         call = call._replace(record=record)
         if with_gradients or forward_ad._current_level >= 0:  # for its jvp

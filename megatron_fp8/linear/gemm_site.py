@@ -33,7 +33,7 @@ from ..plan.site_plan import SitePlan
 from ..quantizer import Casts, Quantizer
 from ..state.arena import Group
 from ..state.fp8_state import Fp8State
-from ..state.observer_protocol import SeenProduct
+from ..state.observer_protocol import ProductEvent
 from ..tensor import Operand, QuantizedSide
 from .saved_operands import SideLayout
 from .weight_cache import WeightCache
@@ -198,7 +198,7 @@ class GemmSite:
             matmul = matmul_batch_invariant if self.batch_invariant else matmul_high_precision
             y = matmul(*in_high_precision(a, b), out_dtype, bias)
         if (observer := self.state.observer) is not None:
-            observer.product(SeenProduct(self.plan.name, gemm, a, b, y, record))
+            observer.product(ProductEvent(self.plan.name, gemm, a, b, y, record))
         return y
 
     def wgrad_dtype(self, wanted: torch.dtype) -> torch.dtype:
@@ -343,7 +343,7 @@ def mark_zeros(parameters: Iterable[Any], *, captured: bool = False) -> None:
             parameter.main_grad_zeros = _Zeros(main_grad, captured or _is_captured(main_grad))
 
 
-def unmark(parameters: Iterable[Any]) -> None:
+def unmark_zeros(parameters: Iterable[Any]) -> None:
     """Removes the marks: something was, or may have been, added."""
     for parameter in parameters:
         parameter.main_grad_zeros = None
@@ -375,7 +375,7 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
     return main_grad
 
 
-def added_to_main_grad(weight: Any) -> torch.Tensor:
+def dummy_wgrad(weight: Any) -> torch.Tensor:
     """The dummy gradient for autograd if dw was added to main_grad; DDP drops it."""
     weight.grad_added_to_main_grad = True
     # Not None: with overlapped reduction DDP needs its gradient hook to run and checks that a gradient exists.

@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..plan.autocast_state import without_autocast
-from ..state.observer_protocol import SeenProduct
+from ..state.observer_protocol import ProductEvent
 from ..tensor import Operand, Sides
-from .gemm_site import added_to_main_grad, main_grad_of
+from .gemm_site import dummy_wgrad, main_grad_of
 from .operands import Call, gather_input, quantize_backward, quantize_forward, requantize_input
 from .tensor_parallel import Pending
 
@@ -180,7 +180,7 @@ def _multiply_each(
             site = call.sites[e]
             site.state.counter.here.fp8_gemms += 1
             if (observer := site.state.observer) is not None:
-                observer.product(SeenProduct(site.plan.name, gemm, a[e], b[e], outs[e], record))
+                observer.product(ProductEvent(site.plan.name, gemm, a[e], b[e], outs[e], record))
 
 
 # ------------------------------------------------------------------------------------------------------------- wgrad
@@ -221,7 +221,7 @@ def _weight_gradients(
         for e in plain:
             found[e] = found[e].to(weights[e].dtype)
     for e in sums:
-        found[e] = added_to_main_grad(weights[e])
+        found[e] = dummy_wgrad(weights[e])
     return found
 
 

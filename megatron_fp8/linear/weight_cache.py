@@ -397,7 +397,7 @@ def untrained_quantizer(quantizer: Quantizer) -> Quantizer:
     return cast
 
 
-def warn_of_replaced(name: str) -> None:
+def warn_replaced_weight(name: str) -> None:
     """Warns that evaluation uses current scaling for the weight whose slot has this name."""
     warnings.warn(
         f"{name} was replaced since training gave it a scale, which does not fit it: evaluation scales such weights by"

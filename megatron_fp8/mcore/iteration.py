@@ -23,9 +23,9 @@ from megatron.core import parallel_state
 
 from ..files.terminal import print_rank_0
 from ..fp8_utils import quantizes, switch_of, switch_shown
-from ..linear.gemm_site import unmark
+from ..linear.gemm_site import unmark_zeros
 from ..params.fp8_parameter import Fp8Parameter
-from ..plan.overrides import matching
+from ..plan.overrides import matching_overrides
 from ..quantizer import measure
 from ..recipe import recipe_name
 from ..state.arena import Slot
@@ -33,7 +33,7 @@ from ..state.collectives import union
 from ..state.cuda_graph import CapturedStep
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
-from ..state.iteration import LATER, NEVER, NOW, IterationCounts, recorded
+from ..state.iteration import LATER, NEVER, NOW, IterationCounts, record_time
 from . import is_installed
 from .runtime import find_runtime, set_length, state_of, unwrap
 from .sites import check_plan, fp8_linears, is_checked, make_site
@@ -91,7 +91,7 @@ class CapturedIteration(CapturedStep):
     def replayed(self) -> IterationCounts:
         """As CapturedStep's. Collective over all ranks where a reduction group does not have all of them."""
         super().replayed()
-        unmark(self._parameters)  # no backward hook ran
+        unmark_zeros(self._parameters)  # no backward hook ran
         return _final_counts(self._config, self._state)
 
 
@@ -173,7 +173,7 @@ def move_unhealthy_sites(model_chunks: list[Any], state: Fp8State, *, partial: b
         slots |= sender_slots.get(site.plan.name, {})
         found = [finding for finding in state.findings if finding.slot in slots]
         overrides = getattr(unwrap(model_chunks[0]).config, "fp8_overrides", None) or {}
-        if not found or not site.is_fp8 or matching(site.plan.name, overrides):
+        if not found or not site.is_fp8 or matching_overrides(site.plan.name, overrides):
             continue
         to = guard.next_rung(recipe_name(site.plan.recipe), found[0].illness)
         why = "; ".join(f"{slots[finding.slot]} {finding}" for finding in found)
@@ -229,7 +229,7 @@ def _count_nonfinite(slot: Slot, linear: Any, args: tuple[Any, ...], output: Any
     Its casts counted them before; without them the optimizer would step on such values. Not in compiled code.
     """
     x, y = args[0], output[0] if isinstance(output, tuple) else output
-    when = recorded(linear.training, y)
+    when = record_time(linear.training, y)
     if when == NEVER or torch.compiler.is_compiling():
         return
     nonfinite = measure(x)[1]

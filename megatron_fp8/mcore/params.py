@@ -27,7 +27,7 @@ import torch.distributed as dist
 from .. import fp8_utils
 from ..files.terminal import print_rank_0
 from ..fp8_utils import get_fp8_recipe, has_fp8_params, switch_of
-from ..linear.gemm_site import mark_zeros, unmark
+from ..linear.gemm_site import mark_zeros, unmark_zeros
 from ..numerics.formats import E2M1
 from ..params.fp8_parameter import (
     Fp8Parameter,
@@ -258,10 +258,10 @@ def hook_that_unmarks(
 ) -> Callable[..., None]:
     """The hook that adds autograd's gradient to main_grad also removes the mark."""
     hook = original(self, param)
-    unmark([param])
+    unmark_zeros([param])
 
     def unmarking(*unused: Any) -> None:
-        unmark([param])
+        unmark_zeros([param])
         hook(*unused)
 
     return unmarking

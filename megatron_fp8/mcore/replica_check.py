@@ -35,7 +35,7 @@ from megatron.core.distributed.finalize_model_grads import _get_shared_word_embe
 
 from ..files.terminal import ranks_in_words
 from ..params.fp8_parameter import Fp8Parameter
-from ..state.collectives import device_of, first_rank_with, same_everywhere, size
+from ..state.collectives import device_of, equal_on_ranks, first_rank_with, size
 from .names import in_whole_model, named_parameters
 from .optimizer.adam import Moment
 from .optimizer.optimizer_setup import parts_of
@@ -232,9 +232,9 @@ def _describe_difference(held: list[ReplicatedTensor], group: Any) -> str:
     words = [name for each in held for name in each.words]
     digests = torch.cat([each.digests for each in held]).tolist() if held else []
     names = _hash("\n".join(words))
-    if same_everywhere([names, _hash(str(digests))], group):
+    if equal_on_ranks([names, _hash(str(digests))], group):
         return ""
-    if not same_everywhere([len(words), names], group):
+    if not equal_on_ranks([len(words), names], group):
         return "ranks that should hold the same tensors hold different ones"
     ranks = dist.get_process_group_ranks(group)
     finite = [partial(each.finite, place) for each in held for place in range(len(each.words))]

@@ -26,16 +26,16 @@ from ..linear.gemm_site import GemmSite
 from ..linear.tensor_parallel import ShardInfo, weight_of
 from ..plan import resolve as resolver
 from ..plan.autocast_state import LayerBeingBuilt
-from ..plan.overrides import check_overrides_match, matched, matching
+from ..plan.overrides import check_overrides_match, match_flags, matching_overrides
 from ..plan.resolve import padded_note, warn_fallback, warn_of_high_precision, warn_padding
 from ..plan.site_plan import (
     SitePlan,
     bf16_site,
-    check_something_left,
+    check_fp8_site,
+    has_fp8_site,
     healing_plan,
-    is_something_left,
 )
-from ..state.collectives import anywhere, first_rank_with, union
+from ..state.collectives import any_on_ranks, first_rank_with, union
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
 from . import environment as compat
@@ -131,7 +131,7 @@ def plan_of(linear: Any, name: str, state: Fp8State, cache: PlanCache | None = N
     """
     config, layer, device = linear.config, linear.fp8_layer, weight_of(linear).device
     te = is_te_linear(linear)
-    if matching(name, getattr(config, "fp8_overrides", None) or {}):
+    if matching_overrides(name, getattr(config, "fp8_overrides", None) or {}):
         return resolve(config, name, layer, device, te=te)
     plan = filtered(config, (cache or PlanCache()).resolve(config, name, layer, device, te=te), linear)
     move = None if state.guard is None else state.guard.moves.get(name)
@@ -241,7 +241,7 @@ def prepare(model_chunks: list[Any]) -> None:
         # Where ranks hold different sites, check_plan checks all of them together.
         parts = model.config.pipeline_model_parallel_size * model.config.expert_model_parallel_size
         if quantizes(model.config) and parts == 1:
-            check_something_left((plan.precision, plan.cause, plan.reason) for plan in plans)
+            check_fp8_site((plan.precision, plan.cause, plan.reason) for plan in plans)
         if hasattr(model.config, "freeze"):
             model.config.freeze()
         if quantizes(model.config) and not runtime.prepared:
@@ -312,14 +312,14 @@ def check_plan(model_chunks: list[Any]) -> None:
     entries |= dict.fromkeys(foreign, ("bf16", "asked", ""))
     parts = dict.fromkeys(state_of(config).phases.parts)
     # Site names are exchanged only if an error message needs them.
-    if not all(anywhere([*matched(overrides, entries), *matched(parts, entries)])):
+    if not all(any_on_ranks([*match_flags(overrides, entries), *match_flags(parts, entries)])):
         names = union(entries)
         check_overrides_match(overrides, names)
         check_overrides_match(parts, names, "fp8_high_precision_healing_parts")
     fallbacks = {name: reason for name, (_, cause, reason) in entries.items() if cause == "fallback"}
-    any_left, any_fallen = anywhere([is_something_left(entries.values()), bool(fallbacks)])
+    any_left, any_fallen = any_on_ranks([has_fp8_site(entries.values()), bool(fallbacks)])
     if not any_left:
-        check_something_left(union(entries).values())
+        check_fp8_site(union(entries).values())
     if any_fallen:
         for name, reason in union(fallbacks).items():
             warn_fallback(name, site_request(config).dtype, reason)

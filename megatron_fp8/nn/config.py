@@ -11,7 +11,7 @@ from ..numerics.formats import Format
 from ..numerics.rule import short_repr
 from ..plan.overrides import check_overrides
 from ..plan.resolve import SiteRequest, named_recipes
-from ..plan.settings import RecipeSettings, from_settings, takes
+from ..plan.settings import RecipeSettings, from_settings, has_setting
 from ..recipe import RECIPES, CustomRecipe, Recipe, check_recipe_name, recipe_name
 from ..state.fp8_state import FAST_ACCUMULATION
 
@@ -206,9 +206,9 @@ class Fp8Config:
             raise ValueError(
                 f"{where}='custom' has no meaning by itself: give megatron_fp8.recipe.CustomRecipe(function of the role)"
             )
-        if self.epsilon and not takes(name, "amax_epsilon"):
+        if self.epsilon and not has_setting(name, "amax_epsilon"):
             raise ValueError(f"epsilon={self.epsilon} does not exist for {name!r}: leave epsilon=0")
-        if self.backward_format is not None and not takes(name, "fp8_format"):
+        if self.backward_format is not None and not has_setting(name, "fp8_format"):
             raise ValueError(
                 f"backward_format={self.backward_format!r} does not exist for {name!r}, which has formats of its own:"
                 " leave it out"

@@ -20,11 +20,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..linear.gemm_site import GemmSite
-from ..linear.weight_cache import WeightFacts, warn_of_replaced
+from ..linear.weight_cache import WeightFacts, warn_replaced_weight
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.autocast_state import Forwards
 from ..plan.gemm_size_table import Gemm, load_table
-from ..plan.overrides import matching
+from ..plan.overrides import matching_overrides
 from ..plan.resolve import resolve
 from ..plan.site_plan import SitePlan, bf16_site, healing_plan
 from ..plan.timing import device_label
@@ -227,7 +227,7 @@ class LinearSites:
 
     def _warn(self, name: str) -> None:
         self.group.trained_weights.has_warned = True
-        warn_of_replaced(name)
+        warn_replaced_weight(name)
 
     # ---------------------------------------------------------------------------------------------- moves and copies
 
@@ -313,7 +313,7 @@ def plan_linear(
             is wrong.
     """
     plan = resolve(config.request(recipe), name, None, device, also=also)
-    by_name = recipe is not None or matching(name, config.overrides, also)
+    by_name = recipe is not None or matching_overrides(name, config.overrides, also)
     if config.size_filter is None or plan.precision == "bf16" or by_name:
         return plan
     assert plan.backend is not None and plan.recipe is not None

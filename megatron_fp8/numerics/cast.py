@@ -27,7 +27,7 @@ import torch
 
 from . import host_sync
 from .formats import FloatFormat, format_of
-from .subnormals import keeping_subnormals
+from .subnormals import keep_subnormals
 
 NAN_CODE = 0x7F
 CHUNK, GPU_CHUNK = 1 << 20, 1 << 26
@@ -59,7 +59,7 @@ def chunks(rows: int, elements: int, device: torch.device) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-@keeping_subnormals
+@keep_subnormals
 def cast(
     x: torch.Tensor, scale: torch.Tensor | None, fmt: FloatFormat, *, bounded: bool = False
 ) -> torch.Tensor:
@@ -111,7 +111,7 @@ def _one_nan(codes: torch.Tensor) -> torch.Tensor:
     return codes
 
 
-@keeping_subnormals
+@keep_subnormals
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: bool = False) -> torch.Tensor:
     """Returns the exact numbers of codes. E5M2's Inf codes give Inf, 0x80 gives -0.
 
@@ -211,7 +211,7 @@ def philox_words(
     return c0, c1, c2, c3
 
 
-@keeping_subnormals
+@keep_subnormals
 def cast_stochastic(
     x: torch.Tensor,
     scale: torch.Tensor | None,

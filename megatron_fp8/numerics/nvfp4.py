@@ -27,7 +27,7 @@ import torch
 from .cast import RandomKey, cast, philox_words
 from .formats import E2M1, E4M3
 from .scaling import FLT_MAX
-from .subnormals import keeping_subnormals
+from .subnormals import keep_subnormals
 
 BLOCK = 16
 LARGEST = E4M3.max * E2M1.max
@@ -43,20 +43,20 @@ def padded(cols: int) -> int:
     return -(-cols // BLOCK) * BLOCK
 
 
-@keeping_subnormals
+@keep_subnormals
 def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
     """Returns S_enc = min(2688 / amax, FLT_MAX), float32 []; 1 where amax (float32 []) is Inf."""
     scale = (torch.full_like(amax, LARGEST) / amax).clamp(max=FLT_MAX)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
-@keeping_subnormals
+@keep_subnormals
 def tensor_scale_inv(amax: torch.Tensor) -> torch.Tensor:
     """Returns S_dec = 1 / S_enc, float32 [], by which decoded values are multiplied."""
     return torch.ones_like(amax) / tensor_scale(amax)
 
 
-@keeping_subnormals
+@keep_subnormals
 def block_scales(block_amax: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """Returns the blocks' scales s in E4M3, block_amax's shape.
 
@@ -68,7 +68,7 @@ def block_scales(block_amax: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     return cast(wanted.clamp(max=E4M3.max), None, E4M3)
 
 
-@keeping_subnormals
+@keep_subnormals
 def encoding_factors(scales: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """Returns float32 min(1 / (s * S_dec), FLT_MAX) of E4M3 scales s: a code is E2M1(x * factor)."""
     return (1 / (scales.to(torch.float32) * tensor_scale_inv(amax))).clamp(max=FLT_MAX)

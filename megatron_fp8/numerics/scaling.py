@@ -18,14 +18,14 @@ import torch
 from . import host_sync
 from .cast import chunks, magnitude_bits
 from .formats import FloatFormat
-from .subnormals import keeping_subnormals
+from .subnormals import keep_subnormals
 
 FLT_MAX = torch.finfo(torch.float32).max
 FLT_MIN = torch.finfo(torch.float32).smallest_normal
 _EXPONENT_MASK = 0x7F800000
 
 
-def blocked(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+def view_blocks(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     """Views a matrix as [row blocks, rows per block, column blocks, columns per block], zero-padded to whole blocks.
 
     0 rows or cols mean the whole extent of that dimension. A copy only if padding is needed.
@@ -72,7 +72,7 @@ def block_amaxes(
             nonfinite = count if nonfinite is None else nonfinite + count
             bits.masked_fill_(bits > inf, 0)
         for block, parts in zip(blocks, found, strict=True):
-            parts.append(_max_over(blocked(bits, *block), (1, 3)))
+            parts.append(_max_over(view_blocks(bits, *block), (1, 3)))
     results = []
     for (block_rows, _), parts in zip(blocks, found, strict=True):
         amax = torch.cat(parts)
@@ -115,7 +115,7 @@ def round_down_to_power_of_two(x: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
 
 
-@keeping_subnormals
+@keep_subnormals
 def compute_scale(
     amax: torch.Tensor, fmt: FloatFormat, *, margin: int = 0, epsilon: float = 0.0, pow2: bool = False
 ) -> torch.Tensor:
@@ -143,7 +143,7 @@ def compute_scale(
     return torch.where((amax == 0) | amax.isinf(), torch.ones_like(scale), scale)
 
 
-@keeping_subnormals
+@keep_subnormals
 def compute_scale_inv(scale: torch.Tensor) -> torch.Tensor:
     """Returns IEEE float32 1 / scale; it may be subnormal and is not flushed."""
     return torch.ones_like(scale) / scale

@@ -23,17 +23,17 @@ Result = TypeVar("Result")
 _SMALLEST_NORMAL = 2.0**-1022
 
 
-def flushed() -> bool:
+def flushes_subnormals() -> bool:
     """Whether this thread's arithmetic treats subnormal operands or results as zeros."""
     return _SMALLEST_NORMAL * 0.5 == 0.0
 
 
-def keeping_subnormals(function: Callable[P, Result]) -> Callable[P, Result]:
+def keep_subnormals(function: Callable[P, Result]) -> Callable[P, Result]:
     """Decorator: the function runs without flushing of subnormal numbers on the calling thread."""
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> Result:
-        if torch.compiler.is_compiling() or not flushed():
+        if torch.compiler.is_compiling() or not flushes_subnormals():
             return function(*args, **kwargs)
         torch.set_flush_denormal(False)
         try:

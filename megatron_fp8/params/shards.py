@@ -26,12 +26,12 @@ from ..kernels.cast_dispatch import block_amaxes
 from ..numerics import host_sync
 from ..numerics.rule import Granularity, Rule
 from ..numerics.scaling import compute_scale_inv
-from ..numerics.subnormals import keeping_subnormals
+from ..numerics.subnormals import keep_subnormals
 from .fp8_parameter import Fp8Parameter
 from .stored_codes import cast_by_kernel, granularities
 
 
-@keeping_subnormals
+@keep_subnormals
 def quantize_shards(
     params: Sequence[Fp8Parameter],
     masters: Sequence[torch.Tensor | None],

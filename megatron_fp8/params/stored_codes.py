@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import kernels
-from ..backends.base import Quantized
+from ..backends.base import CastResult
 from ..backends.reference import block_scales
 from ..numerics.rule import BLOCK_128X128, TENSOR, Granularity, Rule
 from ..numerics.scaling import compute_scale_inv
@@ -110,7 +110,7 @@ class StoredCodes:
         if cast_by_kernel(self.quantizer, x.device):
             self._write_by_kernel(x)
             return
-        result: Quantized = self.quantizer.quantize(x.to(self.dtype), "both")
+        result: CastResult = self.quantizer.quantize(x.to(self.dtype), "both")
         row, column = result.tensor.rowwise, result.tensor.columnwise
         assert row is not None and column is not None
         new_codes, scale_invs = [row.codes], [row.scale_inv]
@@ -163,7 +163,7 @@ class StoredFp4Codes(StoredCodes):
         self.quantized = Float8Tensor(sides[0], sides[1], self.dtype)
 
     def write(self, x: torch.Tensor) -> None:
-        result: Quantized = self.quantizer.quantize(x.to(self.dtype), "both")
+        result: CastResult = self.quantizer.quantize(x.to(self.dtype), "both")
         sides = [side for side in result.tensor.sides if side is not None]
         for codes, side in zip(self.codes, sides, strict=True):
             codes.copy_(side.codes.view(torch.uint8))

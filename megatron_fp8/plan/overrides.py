@@ -55,7 +55,7 @@ class Override:
         return self.part not in ROLES or self.part == role
 
 
-def matching(name: str, overrides: Mapping[str, Any], also: Iterable[str] = ()) -> list[Override]:
+def matching_overrides(name: str, overrides: Mapping[str, Any], also: Iterable[str] = ()) -> list[Override]:
     """Returns the overrides whose glob matches the name or one of ``also``, in order."""
     every = [Override.of(key, value) for key, value in overrides.items()]
     return [override for override in every if any(override.matches(called) for called in (name, *also))]
@@ -65,13 +65,13 @@ def named_gemms(names: Iterable[str], parts: Iterable[str]) -> frozenset[str]:
     """Returns the GEMMs that these keys name, of a linear with these names."""
     name, *also = names
     return frozenset(
-        gemm for found in matching(name, dict.fromkeys(parts, "bf16"), also) for gemm in found.gemms
+        gemm for found in matching_overrides(name, dict.fromkeys(parts, "bf16"), also) for gemm in found.gemms
     )
 
 
 def whole_override(name: str, overrides: Mapping[str, Any]) -> Override | None:
     """Returns the last override that matches the name and applies to the whole linear, or None."""
-    return next((found for found in reversed(matching(name, overrides)) if not found.part), None)
+    return next((found for found in reversed(matching_overrides(name, overrides)) if not found.part), None)
 
 
 def check_overrides(overrides: Any, field: str) -> None:
@@ -118,7 +118,7 @@ def _hint(value: Any, choices: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def matched(overrides: Mapping[str, Any], names: Iterable[str]) -> list[bool]:
+def match_flags(overrides: Mapping[str, Any], names: Iterable[str]) -> list[bool]:
     """Returns for each override, in order, whether its glob matches any of these sites."""
     names = list(names)
     every = [Override.of(key, value) for key, value in overrides.items()]
@@ -134,7 +134,7 @@ def check_overrides_match(
         names: the sites of the whole model, over all pipeline stages.
     """
     names = list(names)
-    for key, found in zip(overrides, matched(overrides, names), strict=True):
+    for key, found in zip(overrides, match_flags(overrides, names), strict=True):
         if not found:
             more = ", ..." if len(names) > 6 else ""
             raise ValueError(

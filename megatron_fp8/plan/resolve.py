@@ -18,7 +18,7 @@ from ..files.terminal import print_rank_0
 from ..kernels.cpu.library import missing_compiler
 from ..recipe import RECIPES, Recipe, refuse_e5m2_twice
 from .cast_spec import CastSpecs, products_of_casts
-from .overrides import matching
+from .overrides import matching_overrides
 from .site_plan import SitePlan, bf16_site, planned_site
 
 
@@ -114,7 +114,7 @@ def cast_specs(
     """Returns the operands of a linear of that name, on any backend; arguments and errors as ``resolve``'s."""
     asked = {"unquantized": request.unquantized, "fp8_wgrad": request.fp8_wgrad, "bf16_reason": bf16_reason}
     specs = _shared_specs(request.recipe, request.reason, **asked)
-    for override in matching(name, request.overrides, also):
+    for override in matching_overrides(name, request.overrides, also):
         specs = specs.after(override, _recipe_of_value(request, override.value), f"{request.prefix}overrides")
     if specs.edited:
         refuse_e5m2_twice(products_of_casts(specs.operands()), _with_reasons(name, specs))

@@ -25,12 +25,12 @@ DEFAULT_RECIPE = "tensorwise"
 """The default recipe of this package's own interfaces. Megatron-Core's own config has 'delayed'."""
 
 
-def field_meant(fp8_format: Any) -> str:
+def fp8_format_field(fp8_format: Any) -> str:
     """Returns the setting for which `fp8_format` is another name: `fp8` for element formats, else `fp8_recipe`."""
     return "fp8" if fp8_format in FP8_FORMATS else "fp8_recipe"
 
 
-def exchanged(name: str, value: Any) -> str | None:
+def exchange_hint(name: str, value: Any) -> str | None:
     """Returns a correction of ``name=value`` if ``fp8`` has a recipe's name or ``fp8_recipe`` has formats; else None.
 
     Args:
@@ -54,7 +54,7 @@ def without_fp8_format(section: Mapping[str, Any]) -> dict[str, Any]:
     if "fp8_format" not in found:
         return found
     value = found.pop("fp8_format")
-    name = field_meant(value)
+    name = fp8_format_field(value)
     if value is not None and found.get(name) not in (None, value):
         raise ValueError(
             f"fp8_format={value!r} conflicts with {name}={found[name]!r}: both name one thing. Give {name} alone."
@@ -73,7 +73,7 @@ def refuse_recipe_alone(recipe: str | None, *, fp8_given: bool) -> None:
         )
 
 
-def quantized_as(precision: Mapping[str, Any]) -> tuple[str, str] | None:
+def entry_format(precision: Mapping[str, Any]) -> tuple[str, str] | None:
     """Returns ('FP8 hybrid', 'mxfp8') or ('FP4 e2m1', 'nvfp4') of a report's or a checkpoint's entry; None if its run
     quantized nothing."""
     for switch in ("fp8", "fp4"):
@@ -112,7 +112,7 @@ class RecipeSettings:
     prefix: str = ""
 
 
-def takes(name: str, field: str) -> bool:
+def has_setting(name: str, field: str) -> bool:
     """Whether the recipe of that name has a field of that name."""
     return field in getattr(RECIPES[name], "__dataclass_fields__", {})
 
@@ -144,7 +144,7 @@ def _make_recipe(name: str, settings: RecipeSettings) -> Recipe:
     prefix = settings.prefix
     if RECIPES[check_recipe_name(name)] is CustomRecipe:
         return _custom(settings.quantizer_factory, prefix)
-    if settings.margin and not takes(name, "margin"):
+    if settings.margin and not has_setting(name, "margin"):
         recipe = f"{prefix}recipe={name!r}" if prefix else repr(name)
         margin = "fp8_margin" if prefix else "margin"
         raise ValueError(
@@ -158,7 +158,7 @@ def _make_recipe(name: str, settings: RecipeSettings) -> Recipe:
         "use_f32_scales": None if pow2 is None else not pow2,
     }
     return RECIPES[name](
-        **{field: value for field, value in options.items() if value is not None and takes(name, field)}
+        **{field: value for field, value in options.items() if value is not None and has_setting(name, field)}
     )
 
 

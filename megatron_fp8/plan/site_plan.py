@@ -170,19 +170,19 @@ def healing_plan(plan: SitePlan, parts: Sequence[str], also: Iterable[str] = ())
     return replace(plan, operands=operands)
 
 
-def is_something_left(plans: Iterable[tuple[Precision, Cause, str]]) -> bool:
+def has_fp8_site(plans: Iterable[tuple[Precision, Cause, str]]) -> bool:
     """Whether one of these sites runs in FP8, or was allowed to fall back."""
     return any(precision == "fp8" or cause == "fallback" for precision, cause, _ in plans)
 
 
-def check_something_left(plans: Iterable[tuple[Precision, Cause, str]]) -> None:
+def check_fp8_site(plans: Iterable[tuple[Precision, Cause, str]]) -> None:
     """Raises ValueError if FP8 was requested and no site runs in it, unless a fallback was allowed.
 
     Args:
         plans: (precision, cause, reason) of every site of the whole model. A model without sites is accepted.
     """
     plans = list(plans)
-    if not plans or is_something_left(plans):
+    if not plans or has_fp8_site(plans):
         return
     reasons = list(dict.fromkeys(reason for _, _, reason in plans))
     more = ", ..." if len(reasons) > 3 else ""
@@ -197,12 +197,12 @@ def has_token_scales(rule: Rule) -> bool:
     return rule.granularity.rows == 1 and rule.scale != "e4m3"
 
 
-def whose_scale(rule: Rule) -> str:
+def scale_group(rule: Rule) -> str:
     """Names the largest group of elements that share a scale of this rule: NVFP4 has a second one a tensor."""
     return "tensor" if rule.scale == "e4m3" else str(rule.granularity)
 
 
-def sent_as(plans: Sequence[SitePlan], role: str) -> tuple[CastSpec | None, str | None]:
+def dispatch_cast(plans: Sequence[SitePlan], role: str) -> tuple[CastSpec | None, str | None]:
     """Returns how tokens are quantized before they are sent to the linears of these plans, or None and the reason.
 
     Args:
@@ -230,5 +230,5 @@ def refusal(plan: SitePlan, role: str, rule: Rule | None) -> str | None:
     return (
         None
         if has_token_scales(rule)
-        else f"{plan.name} has a scale per {whose_scale(rule)}, which is not sent with a token"
+        else f"{plan.name} has a scale per {scale_group(rule)}, which is not sent with a token"
     )

@@ -101,7 +101,9 @@ def device_label(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
-def unused_gpu(environ: Mapping[str, str] = os.environ, driver: Path = Path("/dev/nvidiactl")) -> str | None:
+def unused_gpu_reason(
+    environ: Mapping[str, str] = os.environ, driver: Path = Path("/dev/nvidiactl")
+) -> str | None:
     """Returns why torch does not use this machine's NVIDIA GPU; None if it does, or none is visible on purpose."""
     if torch.cuda.is_available() or not driver.exists() or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..files.atomic_io import as_value_error, replace_file
 from ..files.terminal import number_ranges
-from ..plan.settings import quantized_as
+from ..plan.settings import entry_format
 from .curves import VALIDATION, Curve
 from .heatmaps import ABSENT, BITS, NAN, NULL, Statistics, encode_array, encode_map, meaning
 from .run import Run
@@ -172,7 +172,7 @@ def _summary(run: Run) -> dict[str, Any]:
     precision = precision if isinstance(precision, dict) else {}
     loss, validation = run.curves.get("lm_loss"), run.curves.get(VALIDATION.name)
     speed, memory = run.curves.get("tokens_per_s"), run.curves.get("peak_memory")
-    fp8 = ", ".join(quantized_as(precision) or ("no FP8",))
+    fp8 = ", ".join(entry_format(precision) or ("no FP8",))
     return {
         "name": run.name,
         "device": run.report.get("device") or "not known",

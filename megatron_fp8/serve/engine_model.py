@@ -22,7 +22,7 @@ from ..huggingface.directory import CONFIG, Tensors, read_json
 from ..huggingface.import_plan import ImportPlan
 from ..huggingface.importer import checked_entries
 from ..huggingface.weight_decoder import check_readable, fp4_weights, scale_name
-from ..kernels.lazy_tensor import written
+from ..kernels.lazy_tensor import materialize
 from ..mcore.checkpoint.live_weights import LiveWeights
 from ..mcore.layers.norm import Norm
 from ..mcore.runtime import state_of, unwrap
@@ -327,7 +327,7 @@ def engine_rounding(model: Any, norm_rounds_twice: bool) -> Iterator[None]:
 
 
 def _round_twice(norm: Norm, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    x = written(args[0])
+    x = materialize(args[0])
     wide = x.float()
     normed = wide * (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
     return normed.to(x.dtype) * norm.weight

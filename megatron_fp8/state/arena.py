@@ -28,10 +28,10 @@ from .. import kernels
 from ..backends.base import RunningAmax
 from ..numerics.formats import FloatFormat
 from ..numerics.scaling import compute_scale
-from ..numerics.subnormals import keeping_subnormals
+from ..numerics.subnormals import keep_subnormals
 from ..recipe import DelayedScaling
 from .amax_history import History
-from .collectives import collected, from_rank, same_everywhere
+from .collectives import broadcast_value, equal_on_ranks, gather_to_first
 from .iteration import Counter
 from .observer_protocol import Observer
 
@@ -219,9 +219,9 @@ class Arena:
         """
         described = "\n".join(f"{s.name} {s.fmt.name} {s.delayed}" for s in self.slots)
         digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
-        if not same_everywhere([len(self.slots), digest], self.group):
-            counts = from_rank(
-                0, [count for _, count in collected([len(self.slots)], self.group)], self.group
+        if not equal_on_ranks([len(self.slots), digest], self.group):
+            counts = broadcast_value(
+                0, [count for _, count in gather_to_first([len(self.slots)], self.group)], self.group
             )
             raise RuntimeError(
                 f"ranks of one amax group hold different FP8 tensors (slots per rank: {counts}; mine are"
@@ -242,7 +242,7 @@ class Arena:
         nonfinite += self.own_damage.sum(0)
         amax.masked_fill_(amax.isnan(), torch.inf)
 
-    @keeping_subnormals
+    @keep_subnormals
     def reduce(self, ran: bool = True) -> torch.Tensor:
         """Max-reduces both rows over the group, for the slots that all ranks share. No value goes to the host.
 
@@ -270,7 +270,7 @@ class Arena:
         self.counter.here.amax_collectives += 1
         return torch.stack([wire[-2], self.rows[1].sum(), wire[-1]])
 
-    @keeping_subnormals
+    @keep_subnormals
     def reduce_new(self) -> float:
         """Reduces the slots that were added since ranks last agreed; returns the sum of non-finite counts of all slots.
 
@@ -284,7 +284,7 @@ class Arena:
         self.counter.here.amax_collectives += 1
         return float(self.rows[1].sum())
 
-    @keeping_subnormals
+    @keep_subnormals
     def update(self, iteration: int) -> None:
         """Updates scales and histories from the reduced rows (numerics: Delayed scaling), then clears the rows.
 

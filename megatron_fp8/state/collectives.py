@@ -46,10 +46,10 @@ def first_rank_with(value: V | None, group: Any = None, *, order: int = 0) -> tu
     best = _reduced([_NO_RANK if value is None else order * ranks + dist.get_rank(group)], "min", group)[0]
     if best == _NO_RANK:
         return None
-    return best % ranks, from_rank(best % ranks, value, group)
+    return best % ranks, broadcast_value(best % ranks, value, group)
 
 
-def from_rank(rank: int, value: V | None, group: Any = None) -> V:
+def broadcast_value(rank: int, value: V | None, group: Any = None) -> V:
     """Returns the value of one rank of the group; the other ranks' arguments are ignored."""
     objects: list[Any] = [value]
     if size(group) > 1:
@@ -72,7 +72,7 @@ def union(items: Mapping[K, V], group: Any = None) -> dict[K, V]:
         found.update(first[1])
 
 
-def anywhere(flags: Sequence[bool], group: Any = None) -> list[bool]:
+def any_on_ranks(flags: Sequence[bool], group: Any = None) -> list[bool]:
     """Returns for each flag whether any rank has it set; all pass equally many. One all-reduce, a byte a flag."""
     if size(group) == 1 or not flags:
         return list(flags)
@@ -81,26 +81,26 @@ def anywhere(flags: Sequence[bool], group: Any = None) -> list[bool]:
     return [bool(flag) for flag in reduced.tolist()]
 
 
-def total(number: int, group: Any = None) -> int:
+def sum_over_ranks(number: int, group: Any = None) -> int:
     """Returns the sum over the ranks."""
     return number if size(group) == 1 else _reduced([number], "sum", group)[0]
 
 
-def largest(numbers: Sequence[int], group: Any = None) -> list[int]:
+def max_over_ranks(numbers: Sequence[int], group: Any = None) -> list[int]:
     """Returns the element-wise maximum over the ranks; every rank passes equally many numbers. One all-reduce."""
     return list(numbers) if size(group) == 1 else _reduced(list(numbers), "max", group)
 
 
-def same_everywhere(numbers: Sequence[int], group: Any = None) -> bool:
+def equal_on_ranks(numbers: Sequence[int], group: Any = None) -> bool:
     """Whether all ranks pass equal numbers, equally many. One all-reduce: the largest, and the smallest negated."""
     if size(group) == 1:
         return True
-    most = largest([*numbers, *(-number for number in numbers)], group)
+    most = max_over_ranks([*numbers, *(-number for number in numbers)], group)
     return all(a == -b for a, b in zip(most[: len(numbers)], most[len(numbers) :], strict=True))
 
 
 @gc_paused()
-def collected(items: Sequence[V], group: Any = None) -> list[tuple[int, V]]:
+def gather_to_first(items: Sequence[V], group: Any = None) -> list[tuple[int, V]]:
     """Returns (rank, item) of all ranks' items in the order of ranks, on the group's first rank; an empty list on the
     others.
 

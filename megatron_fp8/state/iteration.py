@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 NOW, LATER, NEVER = "now", "later", "never"
 
 
-def recorded(training: bool, *inputs: torch.Tensor | None) -> str:
+def record_time(training: bool, *inputs: torch.Tensor | None) -> str:
     """Returns when to record a forward of these inputs in this mode: NOW, LATER (in its backward) or NEVER."""
     if not torch.is_grad_enabled():
         return NEVER

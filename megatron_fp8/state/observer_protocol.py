@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..backends.base import Quantized
+from ..backends.base import CastResult
 from ..numerics.rule import Direction
 from ..tensor import Operand
 
 
-class SeenCast(NamedTuple):
+class CastEvent(NamedTuple):
     """x [rows, cols] was quantized for a slot.
 
     Attributes:
@@ -29,15 +29,15 @@ class SeenCast(NamedTuple):
 
     slot: str
     x: torch.Tensor
-    done: Quantized
+    done: CastResult
     direction: Direction
     recorded: bool
     shard: bool
 
 
-class SeenProduct(NamedTuple):
+class ProductEvent(NamedTuple):
     """y [M, N] = a [M, K] @ b [N, K]^T was computed as 'fprop', 'dgrad' or 'wgrad' of a site, before any sum over
-    ranks. ``recorded`` as SeenCast's."""
+    ranks. ``recorded`` as CastEvent's."""
 
     site: str
     gemm: str
@@ -47,9 +47,9 @@ class SeenProduct(NamedTuple):
     recorded: bool
 
 
-class SeenLinear(NamedTuple):
+class LinearEvent(NamedTuple):
     """A whole site ran in high precision, in training: y [..., N] = x [..., K] @ weight^T. Its backward is autograd's
-    and not observed. ``recorded`` and ``shard`` as SeenCast's."""
+    and not observed. ``recorded`` and ``shard`` as CastEvent's."""
 
     site: str
     x: torch.Tensor
@@ -66,16 +66,16 @@ class Observer(Protocol):
     def wants(self, iteration: int) -> bool:
         """Whether it observes the iteration of this number (from 0). Called when the iteration begins."""
 
-    def cast(self, seen: SeenCast) -> None:
+    def cast(self, seen: CastEvent) -> None:
         """A tensor was quantized."""
 
     def stored(self, slot: str, weight: torch.Tensor) -> None:
         """An FP8 weight (an Fp8Parameter) is used without a cast, for the first time in this iteration's training."""
 
-    def product(self, seen: SeenProduct) -> None:
+    def product(self, seen: ProductEvent) -> None:
         """A GEMM ran."""
 
-    def high_precision(self, seen: SeenLinear) -> None:
+    def high_precision(self, seen: LinearEvent) -> None:
         """A linear in high precision ran."""
 
     def ended(self, iteration: int) -> None:

@@ -26,7 +26,7 @@ from ..backends import BACKENDS, emulated
 from ..backends import transformer_engine as engine
 from ..files.terminal import wrap
 from ..kernels.cpu import emulation
-from ..plan.timing import unused_gpu
+from ..plan.timing import unused_gpu_reason
 from ..recipe import RECIPES, CustomRecipe, Recipe
 from ..state.collectives import own_device
 from ..train.report import device_name
@@ -105,7 +105,7 @@ def examine(options: list[str]) -> Examination:
     return Examination(
         device_name(),
         generation,
-        unused_gpu(),
+        unused_gpu_reason(),
         emulation.reason(),
         found,
         conflicts(facts(found, os.environ)),
@@ -159,7 +159,7 @@ def _gemm(backend: ModuleType, name: str, scaling: Recipe, x: torch.Tensor, w: t
 
 
 def _of_transformer_engine(device: torch.device) -> Iterator[Trial]:
-    remedy = engine.INSTALL if engine.missing() is not None else None
+    remedy = engine.INSTALL if engine.unavailable_reason() is not None else None
     if (reason := engine.supports(device)) is not None:
         yield Trial(engine.name, None, "refused", reason=reason, remedy=remedy)
     for name, made in RECIPES.items():

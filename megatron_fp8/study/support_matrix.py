@@ -1,9 +1,9 @@
 """The support matrix: recipe x backend x device, from the backends' own rules.
 
-The backends' own checks are called with another device's properties: `capability_reason`,
-`architecture_reason`, `lacking` and `by_kernel` of the native backend, `unmapped` and `device_reason` of
-Transformer Engine's. Only what a library would answer there is written down, for CUDA 12.9 and newer and
-the releases in ``SOURCES``. Trials replace the cells of this machine.
+The backends' own checks are called with another device's properties: ``capability_reason``, ``architecture_reason``,
+``missing_product`` and ``kernel_gemms`` of the native backend, ``unsupported_part`` and ``device_reason`` of Transformer
+Engine's. Only what a library would answer there is written down, for CUDA 12.9 and newer and the releases in
+``SOURCES``. Trials replace the cells of this machine.
 
 `estimate` takes the FP8 peak from a data sheet, even if this package does not run the recipe there. So it
 looks up the same cells that `doctor` prints.
@@ -26,10 +26,10 @@ from ..backends.native.layout import Mode, Refusal, Request
 from ..backends.native.probe import (
     NOT_A_GPU,
     architecture_reason,
-    by_kernel,
-    by_mx,
     capability_reason,
-    lacking,
+    kernel_gemms,
+    missing_product,
+    mx_gemms,
 )
 from ..estimate.device import Device
 from ..estimate.model import Model, recipe_of
@@ -257,21 +257,21 @@ def _native(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
     if reason := capability_reason(generation.name.partition(",")[0], generation.capability):
         return _refused(cell, reason, _ANY_DEVICE, source=OURS)
     refusal = torch_refusal(generation.capability)
-    reason = lacking(recipe, refusal)
+    reason = missing_product(recipe, refusal)
     if reason is not None:
         remedy = f"fp8_recipe=rowwise, tensorwise or blockwise; or {_ANY_DEVICE}"
         return _refused(cell, reason.rpartition(": ")[2], remedy, source=SOURCES["torch"])
-    if gemms := by_kernel(recipe, refusal):
+    if gemms := kernel_gemms(recipe, refusal):
         note = f"{', '.join(gemms)} by this package's Triton kernel: torch has no such product there"
         return replace(cell, note=note, source=SOURCES["blocks"])
-    if gemms := by_mx(recipe, refusal):
+    if gemms := mx_gemms(recipe, refusal):
         note = f"{', '.join(gemms)} by torch's MX product: each scale, a power of two, is that of four blocks of 32"
         return replace(cell, note=note, source=SOURCES["torch"])
     return replace(cell, source=SOURCES["torch"])
 
 
 def _transformer_engine(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
-    if reason := transformer_engine.unmapped(recipe):
+    if reason := transformer_engine.unsupported_part(recipe):
         return _refused(cell, reason, "fp8_backend=native or auto", source=OURS)
     if generation.is_cpu:
         reason = transformer_engine.device_reason(torch.device("cpu"))

@@ -33,7 +33,7 @@ from ..linear.gemm_site import GemmSite
 from ..params.fp8_parameter import Fp8Parameter
 from ..plan.cast_spec import READERS
 from ..state.fp8_state import Fp8State
-from ..state.observer_protocol import SeenCast, SeenLinear, SeenProduct
+from ..state.observer_protocol import CastEvent, LinearEvent, ProductEvent
 from ..tensor import Float8Tensor, Operand
 from .health import MissingStats
 from .high_precision_tensors import observe_gradients, weight_values
@@ -118,7 +118,7 @@ class Collector:
             self._clear()
         return bool(self._table.rows)
 
-    def cast(self, seen: SeenCast) -> None:
+    def cast(self, seen: CastEvent) -> None:
         """A piece of an operand, with its codes."""
         if seen.recorded:
             self._operand(_row_of(seen.slot), lambda: seen.x, {"": seen.done.tensor}, shard=seen.shard)
@@ -135,7 +135,7 @@ class Collector:
         if values.numel() and (not whole or self.agreed.mine[row[0]].weight):
             self._measure(row, values, {} if codes is None else {"": codes})
 
-    def product(self, seen: SeenProduct) -> None:
+    def product(self, seen: ProductEvent) -> None:
         """A product, and its operands that no GEMM of the site quantizes."""
         if not seen.recorded:
             return
@@ -153,7 +153,7 @@ class Collector:
             self._plain(site, "grad_output", seen.a, turned=True)
         self._measure((site, tensor), seen.y)
 
-    def high_precision(self, seen: SeenLinear) -> None:
+    def high_precision(self, seen: LinearEvent) -> None:
         """A site in the model's own dtype: measures its operands and result, and its gradients during backward."""
         site, x, weight, y = _site_of(seen.site), seen.x, seen.weight, seen.y
         counts = self.agreed.mine.get(site)

@@ -32,8 +32,8 @@ from ..numerics import host_sync, nvfp4
 from ..numerics.cast import check_float, chunks
 from ..numerics.formats import E4M3
 from ..numerics.rule import Direction, Granularity
-from ..numerics.scaling import blocked
-from ..numerics.subnormals import keeping_subnormals
+from ..numerics.scaling import view_blocks
+from ..numerics.subnormals import keep_subnormals
 from ..tensor import Float8Tensor, QuantizedSide, scale_blocks_
 from .stat_registry import Blocks, StatisticName, Variant, parse_all
 
@@ -127,7 +127,7 @@ def measure(x: torch.Tensor, layout: Layout, codes: Mapping[str, Float8Tensor] |
     matrix = matrix.contiguous()
     sides = [_side(codes or {}, variant, matrix) for variant in layout.variants]
     present = [side for side in sides if side is not None]
-    if stats.usable(matrix) and all(stats.plain(side.made) for side in present):
+    if stats.usable(matrix) and all(stats.is_plain(side.made) for side in present):
         return _in_c(matrix, layout, sides, present)
     of_values, extremes_of_values = measure_values(matrix, layout.blocks)
     sums, extremes = [of_values], [extremes_of_values]
@@ -267,7 +267,7 @@ _BEYOND = 1 + 2.0**-21
 """Scale and inverse are rounded, so the element with the amax may exceed the largest code by this factor."""
 
 
-@keeping_subnormals
+@keep_subnormals
 def measure_values(x: torch.Tensor, blocks: Sequence[Blocks]) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums and extremes of the finite elements of a contiguous matrix x [rows, cols].
 
@@ -318,7 +318,7 @@ def _ratio(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     if x.numel() == 0:
         return torch.full((), -math.inf, dtype=torch.float64, device=x.device)
     magnitude = x.abs().to(torch.float32)
-    tiles = blocked(torch.where(magnitude.isfinite(), magnitude, 0.0), *tile)
+    tiles = view_blocks(torch.where(magnitude.isfinite(), magnitude, 0.0), *tile)
     largest = tiles.amax((1, 3)).to(torch.float64)
     smallest = torch.where(tiles == 0, math.inf, tiles).amin((1, 3)).to(torch.float64)
     return torch.where(largest == 0, 1.0, largest / smallest).amax()
@@ -348,7 +348,7 @@ def side_of(quantized: QuantizedSide, shape: torch.Size, *, columnwise: bool) ->
     return Side(codes.contiguous(), scale.contiguous(), block, quantized.fmt.max)
 
 
-@keeping_subnormals
+@keep_subnormals
 def measure_codes(x: torch.Tensor, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantization statistics of x [rows, cols] and one side of its codes. Ignores NaN and Inf in x.
 

@@ -15,7 +15,7 @@ from ..backends.base import CastRequest
 from ..numerics.formats import E2M1, E4M3, FloatFormat
 from ..numerics.rule import Direction, Rule
 from ..numerics.scaling import compute_scale
-from ..numerics.subnormals import keeping_subnormals
+from ..numerics.subnormals import keep_subnormals
 from ..recipe import RECIPES, DelayedScaling
 from ..state.amax_history import AmaxRingBuffer
 from ..state.arena import Arena
@@ -77,7 +77,7 @@ class WhatIfHistory:
         self.scales = torch.ones(count, dtype=torch.float32, device=device)
         self.warm = [False] * count
 
-    @keeping_subnormals
+    @keep_subnormals
     def update(self, amax: torch.Tensor) -> None:
         """Called at the end of every iteration. ``amax``: float32 [count], this iteration's, over all ranks that share
         a scale; 0 if a tensor was not cast. Synchronises once, while some tensor has no scale yet."""

@@ -21,7 +21,7 @@ from ..files.strict_json import load_json
 from ..files.user_paths import path_hint
 from ..kernels.cpu import emulation as cpu
 from ..kernels.torch_products import is_replaced
-from ..plan.settings import quantized_as
+from ..plan.settings import entry_format
 from ..state.precision_schedule import PrecisionSchedule
 from .resume.run_folder import checkpoint_folder
 
@@ -121,7 +121,7 @@ def format_report(report: dict[str, Any]) -> str:
     """`report` as text: some lines of facts, then the precision map by layer."""
     precision, parallel = report["precision"], report["parallel"]
     own = "FP16" if precision.get("fp16") else "BF16" if precision["bf16"] else "float32"
-    if named := quantized_as(precision):
+    if named := entry_format(precision):
         what = ", recipe ".join(named)
         what += " over FP16, with a loss scale" if own == "FP16" else ""
     else:

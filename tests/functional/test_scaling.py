@@ -114,7 +114,7 @@ def once(name: str, world: int, rank: int, folder: Path) -> dict[str, dict[str, 
         saving = saver.Saver(folder, patience=1)
         with (  # what other ranks would tell: the first rank's folder, and their plans
             mock.patch.object(
-                saver, "from_rank", saver.from_rank if rank == 0 else lambda _, own, group: own
+                saver, "broadcast_value", saver.broadcast_value if rank == 0 else lambda _, own, group: own
             ),
             mock.patch.multiple(saver.Shards, settle=mock.DEFAULT, finish=mock.DEFAULT),
         ):

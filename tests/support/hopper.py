@@ -30,7 +30,7 @@ from megatron_fp8.kernels.quantize import (
     quantize_blocks,
     quantize_rows,
     quantize_tensor,
-    write,
+    write_matrix,
 )
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.numerics.formats import E4M3, E5M2
@@ -94,9 +94,9 @@ def launches() -> dict[str, Callable[[], Any]]:
             odd, E4M3, block=32, kind="e8m0", tiled=True, record=record, pad_to=32
         ),
         "norm": lambda: quantize_tensor(normalized(x, gamma), E4M3, scale=one, record=record),
-        "column-norm": lambda: write(normalized(empty(64, 1), empty(1))),
-        "norm-written": lambda: write(normalized(x, gamma)),
-        "swiglu-grad-written": lambda: write(SwigluGradient(dy, x, gamma)),
+        "column-norm": lambda: write_matrix(normalized(empty(64, 1), empty(1))),
+        "norm-written": lambda: write_matrix(normalized(x, gamma)),
+        "swiglu-grad-written": lambda: write_matrix(SwigluGradient(dy, x, gamma)),
         "swiglu": lambda: quantize_tensor(Swiglu(x), E4M3, scale=one, record=record),
         "swiglu-grad": lambda: quantize_tensor(SwigluGradient(dy, x), E5M2, scale=one, record=record),
         "swiglu-grad-blockwise": lambda: quantize_blocks(

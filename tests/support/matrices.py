@@ -7,8 +7,8 @@ import math
 import torch
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.backends.base import Quantized
-from megatron_fp8.kernels.fused_quantize import Normalized, row_rstd
+from megatron_fp8.backends.base import CastResult
+from megatron_fp8.kernels.fused_quantize import RmsNorm, row_rstd
 from megatron_fp8.kernels.quantize import Record, Sides
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -68,7 +68,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return wide[:, 3:-2]
 
 
-def assert_quantized(sides: Sides, expected: Quantized, what: str) -> None:
+def assert_quantized(sides: Sides, expected: CastResult, what: str) -> None:
     """Codes and scales of the same directions, in all bytes; columnwise codes contiguous."""
     for name in ("rowwise", "columnwise"):
         mine, theirs = getattr(sides, name), getattr(expected.tensor, name)
@@ -85,12 +85,12 @@ def _packed(scale: torch.Tensor) -> torch.Tensor:
     return torch.empty(scale.shape, dtype=scale.dtype, device=scale.device).copy_(scale)
 
 
-def assert_recorded(record: Record, expected: Quantized, what: str) -> None:
+def assert_recorded(record: Record, expected: CastResult, what: str) -> None:
     """The same amax, in all bits, and count."""
     assert_same_bytes(record.amax, expected.amax, f"{what} amax")
     assert int(record.nonfinite) == int(expected.nonfinite or 0), f"{what} count"
 
 
-def normalized(x: torch.Tensor, weight: torch.Tensor, zero_centered: bool = False) -> Normalized:
+def normalized(x: torch.Tensor, weight: torch.Tensor, zero_centered: bool = False) -> RmsNorm:
     """RMSNorm of x [rows, hidden], left to be computed by who quantizes it."""
-    return Normalized(x, row_rstd(x, 1e-5), weight, float(zero_centered))
+    return RmsNorm(x, row_rstd(x, 1e-5), weight, float(zero_centered))

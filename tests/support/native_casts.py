@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from megatron_fp8.backends import reference
-from megatron_fp8.backends.base import CastRequest, Quantized
+from megatron_fp8.backends.base import CastRequest, CastResult
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.backend import padded_length
 from megatron_fp8.backends.native.placement import swizzle
@@ -49,7 +49,7 @@ def native_casts_on_cpu() -> Iterator[None]:
 
     def quantize(
         x: torch.Tensor, rule: Rule, direction: Direction, *, for_product: bool = False, **options: Any
-    ) -> Quantized:
+    ) -> CastResult:
         done = reference.quantize(CastRequest(x, rule, direction, **options))
         row, column = done.tensor.sides
         if for_product:

@@ -54,7 +54,7 @@ def native_on_cpu(how: str = "fused") -> Iterator[None]:
     from benchmarks.support.launched_kernels import unchecked
     from megatron_fp8 import kernels
     from megatron_fp8.backends.native import backend as native
-    from megatron_fp8.kernels.lazy_tensor import written
+    from megatron_fp8.kernels.lazy_tensor import materialize
     from megatron_fp8.mcore.layers.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
     from tests.support.scaled_mm import fake_torch
     from tests.support.triton_interpreter import lean_interpreter
@@ -67,7 +67,7 @@ def native_on_cpu(how: str = "fused") -> Iterator[None]:
         stack.enter_context(mock.patch.object(native, "device_reason", return_value=None))
         stack.enter_context(mock.patch.object(kernels, "run_on", return_value=True))
         if how == "written":
-            stack.enter_context(mock.patch.object(native, "source_of", written))
+            stack.enter_context(mock.patch.object(native, "source_of", materialize))
         if how == "apart":
             for linear in (Fp8ColumnParallelLinear, Fp8RowParallelLinear):
                 stack.enter_context(mock.patch.object(linear, "makes_codes_of", return_value=False))

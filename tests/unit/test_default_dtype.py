@@ -20,7 +20,7 @@ from benchmarks.support.compare import assert_same_bytes
 from megatron_fp8 import quantize
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.kernels.cpu import emulation as cpu
-from megatron_fp8.kernels.fused_quantize import Normalized, Swiglu, row_rstd, swiglu_weight_grad
+from megatron_fp8.kernels.fused_quantize import RmsNorm, Swiglu, row_rstd, swiglu_weight_grad
 from megatron_fp8.kernels.quantize import Record, measure, quantize_blocks, quantize_rows, quantize_tensor
 from megatron_fp8.nn import Fp8Linear, convert_to_fp8, fp8_matmul, fp8_state_dict, fp8_step
 from megatron_fp8.numerics.formats import E4M3
@@ -173,7 +173,7 @@ def kernels() -> list[torch.Tensor]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x, gated = randn(33, 130).to(device), randn(33, 260).to(device)
     record = Record.new(device)
-    sources = [x, Normalized(x, row_rstd(x, 1e-5), x[0]), Swiglu(gated)]
+    sources = [x, RmsNorm(x, row_rstd(x, 1e-5), x[0]), Swiglu(gated)]
     found = [row_rstd(x, 1e-5), swiglu_weight_grad(x, gated)]
     for source in sources:
         rows, cols = measure(source, rows=True, cols=True, record=record)

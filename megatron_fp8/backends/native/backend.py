@@ -6,7 +6,7 @@ supports. If nothing can multiply, ``supports`` returns the reason before a mode
 wgrad sums over tokens. An expert may have any number of them, but torch's products sum over a multiple of 16 or over
 whole blocks. So casts for a product write zeros after the last token of columnwise codes (``padded_length``), without a
 launch or a copy. Other codes (gathered, saved by compiled code, rounded stochastically) have no padding. They are padded
-by a copy if the other operand is longer (``of_one_length``) or as the product needs (placement.place_codes).
+by a copy if the other operand is longer (``pad_to_same_length``) or as the product needs (placement.place_codes).
 
 NVFP4's casts, and what its product needs beside its operands, are in fp4.py.
 """
@@ -19,30 +19,30 @@ from typing import Any, Literal
 
 import torch
 
-from ...kernels.lazy_tensor import source_of, written
+from ...kernels.lazy_tensor import materialize, source_of
 from ...numerics.formats import E4M3, ROLES
 from ...numerics.rule import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Direction, Granularity, Rule
 from ...recipe import Products, Recipe
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import reference
-from ..base import AmaxReduction, CastRequest, Quantized, Region, RunningAmax
+from ..base import AmaxReduction, CastRequest, CastResult, Region, RunningAmax
 from . import fp4
 from .layout import (
     BLOCK_ROWS,
     Mode,
     Refusal,
     Request,
-    by_cutlass,
     padded_sizes,
+    uses_cutlass,
 )
 from .probe import (
-    by_kernel,
-    by_mx,
     device_reason,
     gemms_of,
-    lacking,
-    multiplies_turned,
+    kernel_gemms,
+    missing_product,
+    mx_gemms,
     plan_for,
+    reads_transposed,
     refusals,
     requests,
     rules_of,
@@ -73,17 +73,17 @@ def supports(device: torch.device, recipe: Recipe | Products | None = None) -> s
         return reason
     refusal = refusals(device, multiply)
     for rule in {rule for pair in gemms_of(recipe).values() for rule in pair if rule.granularity.is_tensor}:
-        multiplies_turned(rule.fmt, refusal)
-    return lacking(recipe, refusal) or fp4.cast_reason(recipe, device)
+        reads_transposed(rule.fmt, refusal)
+    return missing_product(recipe, refusal) or fp4.cast_reason(recipe, device)
 
 
 def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
     """Roles without a kernel, which reference.py quantizes on the same device, and why; and GEMMs of blocks that this
     package's kernel or the MX product multiplies, since torch has no other. For recipes that ``supports`` accepts."""
     refusal = refusals(device, multiply)
-    found = [f"{which} by this package's block-scaled kernel" for which in by_kernel(recipe, refusal)]
+    found = [f"{which} by this package's block-scaled kernel" for which in kernel_gemms(recipe, refusal)]
     found += [
-        f"{which} by the MX product, each scale for four blocks of 32" for which in by_mx(recipe, refusal)
+        f"{which} by the MX product, each scale for four blocks of 32" for which in mx_gemms(recipe, refusal)
     ]
     for role in ROLES:
         for rule in rules_of(recipe, role):
@@ -102,7 +102,7 @@ def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, Remedy
         scales to 'pow2'; another recipe; None: no such change.
     """
     refusal = refusals(device, multiply)
-    slow = by_kernel(recipe, refusal)
+    slow = kernel_gemms(recipe, refusal)
     if not slow:
         return _advice_of_rows(recipe, refusal)
     pairs = [gemms_of(recipe)[which] for which in slow]
@@ -122,7 +122,7 @@ def _advice_of_rows(recipe: Recipe | Products, refusal: Refusal) -> tuple[str, R
     slow = [
         which
         for which, (a, b) in gemms_of(recipe).items()
-        if ROW in (a.granularity, b.granularity) and by_cutlass(a.fmt.dtype, b.fmt.dtype, refusal)
+        if ROW in (a.granularity, b.granularity) and uses_cutlass(a.fmt.dtype, b.fmt.dtype, refusal)
     ]
     if not slow:
         return None
@@ -188,7 +188,7 @@ def quantize(
     region: Region | None = None,
     running: RunningAmax | None = None,
     for_product: bool = False,
-) -> Quantized:
+) -> CastResult:
     """Quantizes a matrix in one or both directions; arguments, errors and bits are those of reference.quantize.
 
     Args:
@@ -203,7 +203,7 @@ def quantize(
     non-finite count stay on the GPU.
     """
     if kernel_reason(rule) is not None:
-        x = written(x)
+        x = materialize(x)
         return reference.quantize(CastRequest(x, rule, direction, scale, running, reduce_amax, region))
     if rule.scale == "e4m3":
         return fp4.quantize(CastRequest(x, rule, direction, scale, running, reduce_amax, region, for_product))
@@ -263,13 +263,13 @@ def quantize(
         columnwise = rowwise.transposed()
         rowwise = rowwise if wanted == "both" else None
     amax = record.amax if running is None else running.amax
-    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), amax, record.nonfinite)
+    return CastResult(Float8Tensor(rowwise, columnwise, x.dtype), amax, record.nonfinite)
 
 
 def _serves_both(shape: Sequence[int], rule: Rule, device: torch.device) -> bool:
     """Whether products read the codes of a matrix of this shape in both directions."""
     fits = rule.granularity.is_tensor and shape[0] % 16 == shape[1] % 16 == 0
-    return fits and multiplies_turned(rule.fmt, refusals(device, multiply))
+    return fits and reads_transposed(rule.fmt, refusals(device, multiply))
 
 
 def padded_length(granularity: Granularity) -> int:

@@ -18,12 +18,12 @@ from ...numerics.rule import BLOCK_1X16, BLOCK_16X16, Rule
 from ...recipe import Products, Recipe, products_of
 from ...tensor import Float8Tensor, QuantizedSide
 from .. import fp4 as specified
-from ..base import CastRequest, Quantized, Region
+from ..base import CastRequest, CastResult, Region
 from . import placement
 from .layout import FP4_BLOCK, FP4_K
 
 
-def quantize(request: CastRequest) -> Quantized:
+def quantize(request: CastRequest) -> CastResult:
     """backends/fp4.py's ``quantize``, by kernels: the same bits, in the native backend's layouts."""
     x, rule, direction, static, running, reduce_amax, region, for_product = request
     from ...kernels import fp4_quantize  # loads Triton
@@ -77,7 +77,7 @@ def quantize(request: CastRequest) -> Quantized:
         )
         for side, cols, hadamard in zip(made, (x.shape[1], x.shape[0]), (False, transformed), strict=True)
     )
-    return Quantized(Float8Tensor(rowwise, columnwise, x.dtype), own, nonfinite)
+    return CastResult(Float8Tensor(rowwise, columnwise, x.dtype), own, nonfinite)
 
 
 # --------------------------------------------------------------------------------------------------------- the product

@@ -195,7 +195,7 @@ def _scales_of(operand: Operand) -> str:
     return "E8M0" if operand.e8m0 else "power-of-two" if operand.pow2 else "float32"
 
 
-def choose(
+def choose_product(
     mode: Mode,
     a: torch.dtype,
     b: torch.dtype,
@@ -212,7 +212,7 @@ def choose(
     The product adds a bias only of its own 16-bit dtype; any other is added to the float32 result. A mode without a
     float32 result (per-row scales in older versions, pytorch#156771) runs per tensor with scales of one; the row scales
     multiply that float32 result, acc * (scale_inv_a * scale_inv_b), in one more pass. So do per-row products without
-    fast accumulation where CUTLASS multiplies rows (``by_cutlass``), which is slow at them. Codes that lie transposed
+    fast accumulation where CUTLASS multiplies rows (``uses_cutlass``), which is slow at them. Codes that lie transposed
     (``turned``) are multiplied so where a product takes them (Blackwell), else copied. If none of torch's products
     supports block scales, they use the MX product if they fit it (``fits_mx``), as on Blackwell, whose tensor cores have
     no wider blocks; otherwise this package's own kernel.
@@ -233,7 +233,9 @@ def choose(
         by_tensor = [
             (Request(Mode.TENSOR, a, b, torch.float32, by=by), True, bias is not None) for _, by in products
         ]
-        options = [*by_tensor, *options] if not fast and by_cutlass(a, b, refusal) else [*options, *by_tensor]
+        options = (
+            [*by_tensor, *options] if not fast and uses_cutlass(a, b, refusal) else [*options, *by_tensor]
+        )
     if blocks:
         options.append((Request(mode, a, b, out, bias is not None, "kernel"), False, False))
     if mode is Mode.TENSOR and any(turned):
@@ -247,7 +249,7 @@ def choose(
     raise ValueError("; ".join(dict.fromkeys(reasons)))
 
 
-def by_cutlass(a: torch.dtype, b: torch.dtype, refusal: Refusal) -> bool:
+def uses_cutlass(a: torch.dtype, b: torch.dtype, refusal: Refusal) -> bool:
     """Whether torch multiplies codes with scales per row by CUTLASS, which has no float32 result; cuBLAS has one."""
     row = Request(Mode.ROW, a, b, torch.float32)
     return refusal(row) is not None and refusal(replace(row, by="torch v1")) is not None
@@ -273,7 +275,7 @@ def plan(
         ValueError: nothing multiplies such operands; the message says why.
     """
     mode, fits_mx = mode_of(a, b), a.fits_mx and b.fits_mx
-    request, post_scale, post_bias = choose(
+    request, post_scale, post_bias = choose_product(
         mode, a.dtype, b.dtype, out, bias, refusal, fits_mx=fits_mx, fast=fast, turned=(a.turned, b.turned)
     )
     m, n, k = padded_sizes(request, a.rows, b.rows, a.k)

@@ -182,7 +182,7 @@ _RESULTS = [(torch.float32, None)] + [
 ]
 
 
-def lacking(recipe: Recipe | Products, refusal: Refusal) -> str | None:
+def missing_product(recipe: Recipe | Products, refusal: Refusal) -> str | None:
     """The first of the recipe's products that a device does not support, with the reasons; None: it supports all.
 
     Args:
@@ -197,12 +197,12 @@ def lacking(recipe: Recipe | Products, refusal: Refusal) -> str | None:
     return None
 
 
-def by_kernel(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
+def kernel_gemms(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
     """The GEMMs of this package's own kernel, because torch has no such product on the device."""
     return [which for which, request in requests(recipe, refusal).items() if request.triton]
 
 
-def by_mx(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
+def mx_gemms(recipe: Recipe | Products, refusal: Refusal) -> list[str]:
     """The GEMMs of 128-wide blocks that run as the MX product: each scale serves four blocks of 32, with the same
     numbers."""
     found = requests(recipe, refusal).items()
@@ -220,7 +220,7 @@ def runs_as_mx(rule: Rule, refusal: Refusal) -> bool:
 
 
 @lru_cache(maxsize=64)
-def multiplies_turned(fmt: FloatFormat, refusal: Refusal) -> bool:
+def reads_transposed(fmt: FloatFormat, refusal: Refusal) -> bool:
     """Whether dgrad and wgrad of operands with one scale, one of this format, read codes that lie transposed."""
     first = (E4M3, E5M2) if fmt == E4M3 else (E5M2,)
     return all(

@@ -23,14 +23,14 @@ from ...files.terminal import print_rank_0
 from ...numerics import nvfp4
 from ...numerics.formats import E5M2
 from ...tensor import QuantizedSide
-from ..base import RESULTS, gemm_in_turn, unfit
+from ..base import RESULTS, gemm_error, gemm_in_turn
 from . import fp4
 from .layout import Mode, Operand, ProductPlan, Refusal, Request, plan, round_up
 from .placement import arguments, block_scales, place_codes, row_scales
 from .probe import refusals
 
 
-def of_one_length(a: QuantizedSide, b: QuantizedSide) -> tuple[QuantizedSide, QuantizedSide]:
+def pad_to_same_length(a: QuantizedSide, b: QuantizedSide) -> tuple[QuantizedSide, QuantizedSide]:
     """Both operands, the shorter one padded to the other's length. Unchanged if their matrices do not fit."""
     first, second = a.codes.shape[1], b.codes.shape[1]
     if first == second or a.shape[1] != b.shape[1] or a.tensor_amax is not None or b.tensor_amax is not None:
@@ -70,12 +70,12 @@ def gemm(
         ValueError: contractions differ, both operands are E5M2, nothing here multiplies such operands, or the bias's
             shape or the result's dtype is wrong.
     """
-    a, b = of_one_length(a, b)
+    a, b = pad_to_same_length(a, b)
     contracts = a.shape[1] == b.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if a.tensor_amax is not None and b.tensor_amax is not None:
         contracts = nvfp4.padded(a.shape[1]) == nvfp4.padded(b.shape[1])
     if not contracts or out_dtype not in RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
-        raise unfit(a, b, out_dtype, bias)
+        raise gemm_error(a, b, out_dtype, bias)
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
         result = torch.zeros(m, n, dtype=torch.float32, device=a.codes.device)
@@ -197,7 +197,7 @@ def _multiply_blocks_grouped(
 
     told, heights = [], (1, 1)
     for a, b, out in products:
-        a, b = of_one_length(a, b)
+        a, b = pad_to_same_length(a, b)
         (scale_a, height_a), (scale_b, height_b) = block_scales(a), block_scales(b)
         codes_a, codes_b = (_whole_codes(side) for side in (a, b))
         told.append(Product(codes_a, scale_a, codes_b, scale_b, out))
@@ -236,7 +236,7 @@ def accumulate(
     empty = 0 in (*a.codes.shape, len(b.codes))
     if empty or not plan(Operand.of(a), Operand.of(b), torch.float32, None, False, refusal).request.triton:
         return False
-    _multiply_blocks(*of_one_length(a, b), torch.float32, None, into)
+    _multiply_blocks(*pad_to_same_length(a, b), torch.float32, None, into)
     return True
 
 

@@ -66,7 +66,7 @@ _ELEMENTWISE = (
 
 
 def usable(x: torch.Tensor) -> bool:
-    """Whether these kernels take x: C compiles, x is ``plain`` and not empty, and large unless they are loaded already.
+    """Whether these kernels take x: C compiles, x ``is_plain`` and not empty, and large unless they are loaded already.
 
     The bits are the same with and without them.
     """
@@ -74,7 +74,7 @@ def usable(x: torch.Tensor) -> bool:
     return x.numel() >= least and readable(x) and x.is_contiguous() and reason() is None
 
 
-def plain(x: torch.Tensor) -> bool:
+def is_plain(x: torch.Tensor) -> bool:
     """Whether C can read x from end to end: ``readable``, and contiguous."""
     return readable(x) and x.is_contiguous()
 
@@ -213,7 +213,7 @@ def inner_loops() -> tuple[int, ...]:
     """This processor's inner loops, fastest first; empty without the instructions or a C compiler."""
     if reason() is not None:
         return ()
-    found = compiled().has_gemm()
+    found = load_kernels().has_gemm()
     return tuple(loop for loop in (AMX, AVX512, FLOAT32) if found & loop)
 
 
@@ -288,7 +288,7 @@ def multiply(
         return out.zero_() if bias is None else out.copy_(bias.expand(m, n))
     to = out_of(out, bias, add=into is not None)
     (side_a, values_a), (side_b, values_b) = side_of(a), side_of(b)
-    done = compiled().gemm(
+    done = load_kernels().gemm(
         ctypes.byref(side_a),
         ctypes.byref(side_b),
         ctypes.byref(to),
@@ -324,7 +324,7 @@ def side_of(of: Operand) -> tuple[Side, torch.Tensor]:
         fits = scale.shape == wanted or (wanted == (1, 1) and scale.numel() == 1)
         if not fits or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
             raise AssertionError(
-                f"scales {list(wanted)} of float32 or E8M0 are needed, got {described(scale)}"
+                f"scales {list(wanted)} of float32 or E8M0 are needed, got {describe(scale)}"
             )
         steps = scale.stride() if scale.ndim == 2 else steps
     return Side(
@@ -367,12 +367,12 @@ def address(x: torch.Tensor, dtype: torch.dtype, elements: int) -> ctypes.c_void
     CPU."""
     if x.dtype != dtype or x.numel() != elements or not x.is_cpu or not x.is_contiguous():
         raise AssertionError(
-            f"{elements} contiguous elements of {dtype} on the CPU are needed, got {described(x)}"
+            f"{elements} contiguous elements of {dtype} on the CPU are needed, got {describe(x)}"
         )
     return ctypes.c_void_p(x.data_ptr())
 
 
-def described(x: torch.Tensor) -> str:
+def describe(x: torch.Tensor) -> str:
     """Describes a tensor in a message."""
     return f"{list(x.shape)}, strides {list(x.stride())}, {x.dtype} on {x.device}"
 
@@ -383,7 +383,7 @@ def thread_count(elements: int) -> int:
 
 
 @cache
-def compiled() -> ctypes.CDLL:
+def load_kernels() -> ctypes.CDLL:
     """The kernels; only where ``reason()`` is None."""
     loaded, why = _load()
     assert loaded is not None, why
@@ -393,7 +393,7 @@ def compiled() -> ctypes.CDLL:
 @cache
 def function_of(kind: str, *dtypes: torch.dtype) -> Callable[..., Any]:
     """The function of a kind for these dtypes; cached."""
-    function = getattr(compiled(), "_".join([kind, *(NAMES[dtype] for dtype in dtypes)]))
+    function = getattr(load_kernels(), "_".join([kind, *(NAMES[dtype] for dtype in dtypes)]))
     function.argtypes = _ELEMENTWISE
     function.restype = None
     return function

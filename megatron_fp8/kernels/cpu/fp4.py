@@ -91,7 +91,7 @@ def find_amaxes(x: torch.Tensor, rule: Rule, direction: Direction) -> Amaxes:
     blocks = [torch.empty(size, dtype=torch.float32, device="cpu") for size in sizes]
     tensor = torch.empty(2, dtype=torch.float32, device="cpu")
     struct = _struct(x, rule, Amaxes(tensor, 0, blocks))
-    function = emulation.compiled().fp4_amaxes
+    function = emulation.load_kernels().fp4_amaxes
     function.restype = ctypes.c_int64
     nonfinite = function(ctypes.byref(struct), emulation.thread_count(x.numel()))
     return Amaxes(tensor, nonfinite, blocks)
@@ -121,12 +121,12 @@ def encode(
         struct.codes[side], struct.scales[side] = made.codes.data_ptr(), made.scales.data_ptr()
         sides[side] = made
     if draws is not None:
-        tell_draws(struct, draws)
-    emulation.compiled().fp4_codes(ctypes.byref(struct), emulation.thread_count(x.numel()))
+        fill_draws(struct, draws)
+    emulation.load_kernels().fp4_codes(ctypes.byref(struct), emulation.thread_count(x.numel()))
     return sides[0], sides[1]
 
 
-def tell_draws(struct: CastStruct, draws: Draws) -> None:
+def fill_draws(struct: CastStruct, draws: Draws) -> None:
     """Writes the random bytes' keys, counter and indices into C's struct."""
     key = draws.key
     struct.stochastic, struct.first, struct.step = 1, draws.first, draws.step
@@ -157,7 +157,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, block_rows: int) -> torch.
     rows, pairs = codes.shape
     blocks = 2 * pairs // BLOCK
     values = torch.empty(rows, 2 * pairs, dtype=torch.bfloat16, device="cpu")
-    emulation.compiled().fp4_decode(
+    emulation.load_kernels().fp4_decode(
         emulation.address(codes, codes.dtype, rows * pairs),
         emulation.address(scales, torch.float8_e4m3fn, -(-rows // block_rows) * blocks),
         ctypes.c_int64(rows),
@@ -186,8 +186,8 @@ def takes_few_rows(rows: int, codes: torch.Tensor, scales: torch.Tensor, dtype: 
         and emulation.inner_loop() == emulation.AVX512
         and dtype in (torch.bfloat16, torch.float32)
         and 2 * codes.numel() >= emulation.MIN_PRODUCT
-        and emulation.plain(codes)
-        and emulation.plain(scales)
+        and emulation.is_plain(codes)
+        and emulation.is_plain(scales)
     )
 
 
@@ -223,7 +223,7 @@ def multiply_few_rows(
         emulation.address(to, dtype, m * n),
         *(m, n, k, int(dtype == torch.bfloat16)),
     )
-    done = emulation.compiled().few_rows_fp4(ctypes.byref(product), emulation.thread_count(n * k))
+    done = emulation.load_kernels().few_rows_fp4(ctypes.byref(product), emulation.thread_count(n * k))
     if done < 0:
         raise MemoryError(f"no memory for {m} x {k} bfloat16 numbers")
     return None if done else to

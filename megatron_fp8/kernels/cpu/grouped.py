@@ -61,7 +61,7 @@ def multiply_each(products: Sequence[Product], *, loop: int | None = None) -> li
         each.m, each.n, each.k = m, n, k
         elements += max(m * k, n * k, m * n)
     threads = emulation.thread_count(elements)
-    done = emulation.compiled().gemm_each(
+    done = emulation.load_kernels().gemm_each(
         structs, ctypes.c_int64(len(structs)), loop or emulation.inner_loop(), threads
     )
     if done < 0 or any(each.done < 0 for each in structs):

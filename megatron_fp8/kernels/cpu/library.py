@@ -135,7 +135,7 @@ def folders() -> Iterator[Path]:
         if folder is None:
             continue
         try:
-            why, made = private(folder / "kernels")
+            why, made = private_folder(folder / "kernels")
         except OSError:  # cannot be made here: a read-only or full disk
             continue
         if why is None:
@@ -150,7 +150,7 @@ def folders() -> Iterator[Path]:
     yield Path(alone).resolve()
 
 
-def private(folder: Path) -> tuple[str | None, Path]:
+def private_folder(folder: Path) -> tuple[str | None, Path]:
     """(None, the real path of a folder, created if missing); or (why others could write to it, that path).
 
     OSError: it cannot be made.

@@ -16,7 +16,7 @@ import torch
 from ...numerics.formats import E5M2
 from ...numerics.rule import Rule
 from . import emulation
-from .emulation import FLOATS, address, compiled, thread_count
+from .emulation import FLOATS, address, load_kernels, thread_count
 
 _TALL, _WIDE = 128, 256  # a tile's, in blocks.c
 _KINDS = {"fp32": 0, "pow2": 1, "e8m0": 2}
@@ -116,7 +116,7 @@ def quantize(inputs: Sequence[CastInput]) -> list[CastOutput]:
     structs = (CastStruct * len(inputs))()
     made = [_fill_struct(one, to) for one, to in zip(inputs, structs, strict=True)]
     elements = sum(one.x.numel() for one in inputs)
-    failed = emulation.compiled().cast_each(
+    failed = emulation.load_kernels().cast_each(
         structs, ctypes.c_int64(len(structs)), emulation.thread_count(elements)
     )
     if failed or any(one.special < 0 for one in structs):
@@ -180,7 +180,7 @@ def block_amaxes(x: torch.Tensor, blocks: Sequence[tuple[int, int]]) -> tuple[li
         _Cut(r, c or max(cols, 1), address(found, integer, found.numel()))
         for (r, c), found in zip(blocks, largest, strict=True)
     ]
-    kernel = compiled().amax32 if integer == torch.int32 else compiled().amax16
+    kernel = load_kernels().amax32 if integer == torch.int32 else load_kernels().amax16
     kernel.restype = ctypes.c_int64
     nonfinite = kernel(
         address(x, x.dtype, rows * cols),
@@ -204,7 +204,7 @@ def e8m0_of_amax(amax: torch.Tensor, max_exponent: int) -> torch.Tensor:
     """``numerics.scaling.compute_e8m0``: uint8, amax's shape; max_exponent is the format's."""
     n = amax.numel()
     e8m0 = torch.empty(amax.shape, dtype=torch.uint8, device="cpu")
-    compiled().e8m0_of_amax(
+    load_kernels().e8m0_of_amax(
         address(amax, torch.float32, n), address(e8m0, torch.uint8, n), ctypes.c_int64(n), max_exponent
     )
     return e8m0
@@ -214,7 +214,7 @@ def power_of_e8m0(e8m0: torch.Tensor, inverse: bool) -> torch.Tensor:
     """float32 2^(e8m0 - 127) of uint8 exponents, or 2^(127 - e8m0); NaN of 0xFF."""
     n = e8m0.numel()
     power = torch.empty(e8m0.shape, dtype=torch.float32, device="cpu")
-    compiled().power_of_e8m0(
+    load_kernels().power_of_e8m0(
         address(e8m0, torch.uint8, n), address(power, torch.float32, n), ctypes.c_int64(n), int(inverse)
     )
     return power

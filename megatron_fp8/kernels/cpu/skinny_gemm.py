@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from . import emulation
-from .emulation import MIN_PRODUCT, NAMES, address, compiled, plain, thread_count
+from .emulation import MIN_PRODUCT, NAMES, address, is_plain, load_kernels, thread_count
 
 MOST = 16
 """Maximum number of rows: those of one AMX tile."""
@@ -33,7 +33,7 @@ class Product(ctypes.Structure):
 @cache
 def inner_loops() -> tuple[int, ...]:
     """The emulation.inner_loops that this file has too; bfloat16's need VBMI and GFNI."""
-    found = compiled().has_few_rows() if emulation.inner_loops() else 0
+    found = load_kernels().has_few_rows() if emulation.inner_loops() else 0
     return tuple(loop for loop in emulation.inner_loops() if found & loop)
 
 
@@ -47,7 +47,7 @@ def takes(rows: int, codes: torch.Tensor, dtype: torch.dtype) -> bool:
         and codes.numel() > 0
         and codes.numel() + rows * codes.shape[1] >= MIN_PRODUCT
         and dtype in _TO_BFLOAT16
-        and plain(codes)
+        and is_plain(codes)
         and emulation.inner_loop() in inner_loops()
     )
 
@@ -98,6 +98,6 @@ def matmul(
         int(finite),
         _TO_BFLOAT16[dtype],
     )
-    if compiled().few_rows(ctypes.byref(product), loop or emulation.inner_loop(), thread_count(n * k)):
+    if load_kernels().few_rows(ctypes.byref(product), loop or emulation.inner_loop(), thread_count(n * k)):
         raise MemoryError(f"no memory for {m} x {k} bfloat16 numbers")
     return to

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from .emulation import NAMES, address, compiled, plain, reason, thread_count
+from .emulation import NAMES, address, is_plain, load_kernels, reason, thread_count
 
 _PIECE = 16384
 _VALUES_BYTES, _CODES_BYTES = 64, 24  # sizeof(Values), sizeof(Codes)
@@ -49,7 +49,7 @@ class _Side(ctypes.Structure):
 def usable(x: torch.Tensor) -> bool:
     """Whether these functions take x: a plain, contiguous CPU tensor that is not empty, on a machine that could compile
     them. They take small ones too, because torch's time grows mostly with the number of calls."""
-    return plain(x) and x.numel() > 0 and x.dtype in NAMES and reason() is None
+    return is_plain(x) and x.numel() > 0 and x.dtype in NAMES and reason() is None
 
 
 def measure(x: torch.Tensor, sides: Sequence[Side] = ()) -> tuple[list[float], list[list[float]]]:
@@ -69,7 +69,7 @@ def measure(x: torch.Tensor, sides: Sequence[Side] = ()) -> tuple[list[float], l
     # partial results of each piece: of the values, then of each side
     kept = torch.empty(pieces * (_VALUES_BYTES + len(told) * _CODES_BYTES), dtype=torch.uint8, device="cpu")
     out = (ctypes.c_double * (_OF_VALUES + _OF_CODES * len(told)))()
-    getattr(compiled(), f"measure_{NAMES[x.dtype]}")(
+    getattr(load_kernels(), f"measure_{NAMES[x.dtype]}")(
         address(x, x.dtype, total),
         ctypes.c_int64(rows),
         ctypes.c_int64(cols),
@@ -112,7 +112,7 @@ def largest_ratio(x: torch.Tensor, block: tuple[int, int]) -> float:
     rows, cols = x.shape
     found = torch.empty(-(-rows // block[0]), dtype=torch.float64, device="cpu")
     out = (ctypes.c_double * 1)(1.0)
-    failed = getattr(compiled(), f"ranges_{NAMES[x.dtype]}")(
+    failed = getattr(load_kernels(), f"ranges_{NAMES[x.dtype]}")(
         address(x, x.dtype, rows * cols),
         *(ctypes.c_int64(size) for size in (rows, cols, *block)),
         address(found, torch.float64, found.numel()),

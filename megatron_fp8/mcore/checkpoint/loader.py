@@ -21,9 +21,9 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 
 from ...files.checkpoint import Manifest, other_checkpoint_hint, read_metadata
 from ...params.block_codes import is_scales_key
-from ...plan.overrides import matching
+from ...plan.overrides import matching_overrides
 from ...state.arena import PREFIX, is_slot_key
-from ...state.collectives import anywhere, first_rank_with, union
+from ...state.collectives import any_on_ranks, first_rank_with, union
 from ...state.guard import Move, saved_moves
 from ..iteration import apply_moves
 from ..names import of_key
@@ -247,7 +247,7 @@ def _check_same_model(
             elif tuple(entry.size) != tuple(tensor.global_shape):
                 problem = f"{tensor.key} is {list(entry.size)} there and {list(tensor.global_shape)} here"
     stored_keys = sorted(_weights(stored))  # the same on every rank
-    used_somewhere = anywhere([key in keys for key in stored_keys])
+    used_somewhere = any_on_ranks([key in keys for key in stored_keys])
     found = first_rank_with(problem or None)
     text = "" if found is None else found[1]
     if unused := next((key for key, used in zip(stored_keys, used_somewhere, strict=True) if not used), None):
@@ -267,7 +267,11 @@ def _weights(stored: dict[str, Any]) -> set[str]:
 def _restore_moves(moves: list[Move], chunks: list[Any]) -> list[str]:
     """Applies the saved guard moves; returns lines for the log. Before state is loaded: a moved site has other slots."""
     config = unwrap(chunks[0]).config
-    moves = [move for move in moves if not matching(move.site, getattr(config, "fp8_overrides", None) or {})]
+    moves = [
+        move
+        for move in moves
+        if not matching_overrides(move.site, getattr(config, "fp8_overrides", None) or {})
+    ]
     if not moves:
         return []
     names = f"{moves[0].site}: {moves[0].to}{', ...' if len(moves) > 1 else ''}"
@@ -300,7 +304,7 @@ def _reconcile_fp8(
     recipes = sorted(union(dict.fromkeys(recipes_of(linears))))
     slots = sorted(filter(is_slot_key, stored))  # of the checkpoint, the same on every rank
     present_here = set(present)
-    used = anywhere([key in present_here for key in slots])
+    used = any_on_ranks([key in present_here for key in slots])
     notes = []
     now = " and ".join(recipes) if recipes else "BF16"
     if dropped := _slots(

@@ -46,7 +46,7 @@ from ...files.checkpoint import (
     not_finite_checkpoints,
     not_finite_name,
 )
-from ...state.collectives import collected, first_rank_with, from_rank, total
+from ...state.collectives import broadcast_value, first_rank_with, gather_to_first, sum_over_ranks
 from .store import Make, Prepared, Shards, prepare, root_cause, write_companions
 
 _UNFINISHED = ".saving-"
@@ -164,11 +164,11 @@ class Saver:
 
     def _write(self, since: float, prepared: Prepared, manifest: Manifest, make: Make | None = None) -> None:
         folder_here = self._on_each(lambda: self._begin(manifest.iteration) if self._first else "")
-        unfinished = self.folder / from_rank(0, folder_here, self._group)
+        unfinished = self.folder / broadcast_value(0, folder_here, self._group)
         try:
             self._shards(unfinished, prepared, make)
             own_files = self._on_each(lambda: self._own_files(unfinished))
-            records = collected(list(own_files.items()), self._group)
+            records = gather_to_first(list(own_files.items()), self._group)
             manifest.files = {name: record for _, (name, record) in records}
             writers = {name: rank for rank, (name, _) in records}
             self._on_first(lambda: self._see(unfinished, manifest.files, writers))
@@ -188,23 +188,23 @@ class Saver:
         """
         shards = Shards(unfinished, prepared.tensors, dist.get_rank(), make)
         before, plan = self._before, self._on_each(shards.plan)
-        planned = not total(int(plan.items != before.planned), self._group)
+        planned = not sum_over_ranks(int(plan.items != before.planned), self._group)
         if not planned:
             self._settle(shards, plan)
         positions = self._on_each(shards.write)
-        if planned and not total(int(positions != before.written), self._group):
+        if planned and not sum_over_ranks(int(positions != before.written), self._group):
             self._on_first(lambda: (unfinished / METADATA).write_bytes(before.metadata))
             return
         if planned:
             self._settle(shards, plan)
-        results = collected([positions] if positions else [], self._group)
+        results = gather_to_first([positions] if positions else [], self._group)
         metadata = self._on_each(
             lambda: shards.finish([result for _, result in results]) if self._first else b""
         )
         self._before = _PreviousSave(plan.items, positions, metadata)
 
     def _settle(self, shards: Shards, plan: Any) -> None:
-        plans = collected([plan] if plan.items else [], self._group)
+        plans = gather_to_first([plan] if plan.items else [], self._group)
         self._on_first(lambda: shards.settle([plan for _, plan in plans]))
 
     def _on_each(self, work: Callable[[], Any]) -> Any:

@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.random import (
 
 from ...files.gc_pause import gc_paused
 from ...fp8_utils import is_float8tensor
-from ...state.collectives import largest
+from ...state.collectives import max_over_ranks
 from .. import environment as compat
 from ..optimizer.cpu_offload import steps_taken
 from ..optimizer.layer_wise import shared_lists
@@ -83,7 +83,7 @@ def numbers(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     moves = [] if fp8.guard is None else [list(move) for move in fp8.guard.moves.values()]
     return {
         **({"guard": moves} if moves else {}),
-        "optimizer_step": largest([max(steps, default=0)])[0],  # a stage that is frozen takes no steps
+        "optimizer_step": max_over_ranks([max(steps, default=0)])[0],  # a stage that is frozen takes no steps
         "fp8_iteration": fp8.iteration,
         "loss_scaler": scaler and {name: float(value) for name, value in scaler.state_dict().items()},
     }

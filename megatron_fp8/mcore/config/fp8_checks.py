@@ -12,13 +12,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig as
 from megatron.core.transformer.transformer_config import TransformerConfig as MegatronConfig
 
 from ...backends.transformer_engine import name as TE
-from ...backends.transformer_engine import unmapped
+from ...backends.transformer_engine import unsupported_part
 from ...fp8_utils import NVFP4_AS_FP8, get_fp8_recipe, quantizes, recipe_name_of, recipe_setting
 from ...numerics.formats import ROLES
 from ...numerics.rule import Rule
 from ...plan.overrides import Override, check_overrides, check_parts
-from ...plan.settings import DEFAULT_RECIPE, FP4_OPTIONS, import_factory, takes
-from ...plan.site_plan import has_token_scales, whose_scale
+from ...plan.settings import DEFAULT_RECIPE, FP4_OPTIONS, has_setting, import_factory
+from ...plan.site_plan import has_token_scales, scale_group
 from ...recipe import RECIPES
 from .fields import FIELD_RULES, OWN_RULES, REFUSED, RELATIONS, SILENT
 from .rules import check, check_relation, integer, shown
@@ -240,7 +240,7 @@ def _warn_without_effect(config: TransformerConfig) -> None:
     if config.moe_fp8_dispatch and not config.num_moe_experts:
         _warn("moe_fp8_dispatch=True has no effect without num_moe_experts")
     for name, field in _OF_SOME_RECIPES.items():
-        if is_set(name) and not any(takes(recipe, field) for recipe in recipes):
+        if is_set(name) and not any(has_setting(recipe, field) for recipe in recipes):
             _warn(
                 f"{name}={getattr(config, name)!r} has no effect with {recipe_setting(config)}={recipe_name_of(config)!r}"
             )
@@ -361,7 +361,7 @@ def _check_dispatched(config: Any) -> None:
         if not has_token_scales(rule):
             raise ValueError(
                 f"moe_fp8_dispatch=True with {named}: it has one scale per"
-                f" {whose_scale(rule)}, and an expert's tokens come from many ranks, each with another. Set"
+                f" {scale_group(rule)}, and an expert's tokens come from many ranks, each with another. Set"
                 f"{' fp4=None, fp8 and' if config.fp4 else ''} fp8_recipe to"
                 " 'blockwise', 'mxfp8' or 'rowwise', whose scales travel with a token, or moe_fp8_dispatch=False."
             )
@@ -379,7 +379,7 @@ def _check_te_recipe(config: Any) -> None:
                 f"fp8_overrides[{glob!r}]={target!r} cannot be had from fp8_backend={TE!r}: its context has one recipe"
                 " for all layers. Override whole layers with 'bf16', or use fp8_backend='native'"
             )
-    reason = unmapped(get_fp8_recipe(config))
+    reason = unsupported_part(get_fp8_recipe(config))
     if reason is not None:
         other = "leave it out" if config.fp4 else "use fp8_backend='native', or drop the setting"
         raise ValueError(f"fp8_backend={TE!r}: {reason}; {other}")

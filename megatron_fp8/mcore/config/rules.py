@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ...plan.settings import exchanged
+from ...plan.settings import exchange_hint
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def check(name: str, value: Any, rule: Rule, remedy: str = "change it, or leave 
     if not rule.holds(value):
         near = difflib.get_close_matches(str(value).lower(), rule.names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        remedy = exchanged(name, value) or remedy
+        remedy = exchange_hint(name, value) or remedy
         raise ValueError(f"{name}={shown(value)} must be {rule.words}: {remedy}.{hint}")
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.transformer import transformer_config as megatron_config
 
 from ...fp8_utils import quantizes
-from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, field_meant
+from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, fp8_format_field
 from ...recipe import RECIPES
 from ..patches.patching import PatchList
 from ..runtime import find_runtime, runtime_of
@@ -166,7 +166,7 @@ def _own_fp8_format(config: TransformerConfig) -> str:
 
 def _assign_fp8_format(config: TransformerConfig, value: str | None) -> None:
     name = DEFAULT_RECIPE if value is None else _checked_format(value)
-    setattr(config, field_meant(name), name)
+    setattr(config, fp8_format_field(name), name)
 
 
 def _checked_format(value: Any) -> str:
@@ -236,7 +236,7 @@ def accept_fp8_format(generated_init: Callable[..., None]) -> Callable[..., None
 
 def _merge_fp8_format(fp8_format: str, kwargs: dict[str, Any], *, switch_given: bool) -> None:
     value = _checked_format(fp8_format)
-    name = field_meant(value)
+    name = fp8_format_field(value)
     if name == "fp8_recipe" and not switch_given:
         raise ValueError(
             f"fp8_format={value!r} without fp8, which would train in BF16: give fp8='hybrid' or 'e4m3' (or fp8=None, to"

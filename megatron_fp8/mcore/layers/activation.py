@@ -35,7 +35,7 @@ import torch
 from ...backends import reference
 from ...backends.base import CastRequest
 from ...backends.native import backend as native
-from ...kernels.lazy_tensor import LazyTensor, written
+from ...kernels.lazy_tensor import LazyTensor, materialize
 from ...linear.saved_operands import first_derivative_only, restore, save
 from ...numerics.formats import E4M3
 from ...numerics.rule import BLOCK_1X128, Rule
@@ -91,7 +91,7 @@ class _DeferredSwiGLU(torch.autograd.Function):
     ) -> torch.Tensor:
         from ...kernels.fused_quantize import Swiglu  # loads Triton
 
-        x = written(x)
+        x = materialize(x)
         tokens = x.reshape(-1, x.shape[-1])  # [tokens, 2 n]
         ctx.x_shape, ctx.store, ctx.deferred_grad = x.shape, store, deferred_grad
         if store:
@@ -108,7 +108,7 @@ class _DeferredSwiGLU(torch.autograd.Function):
         from ...kernels.fused_quantize import SwigluGradient, swiglu_weight_grad  # loads Triton
 
         weights, *saved = restore(ctx, "SwiGLU")
-        dy = written(grad_output).reshape(-1, ctx.x_shape[-1] // 2)  # [tokens, n]
+        dy = materialize(grad_output).reshape(-1, ctx.x_shape[-1] // 2)  # [tokens, n]
         x = saved[0].reshape(-1, ctx.x_shape[-1])
         if ctx.store:  # a code times a power of two is exact in 16 bits too
             x = QuantizedSide(x, saved[1], BLOCK_1X128, True).dequantize(dy.dtype)

@@ -37,7 +37,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from ...linear.amax_recorder import counted_forward
+from ...linear.amax_recorder import count_forward
 from ...linear.gemm_site import GemmSite
 from ...linear.quantized_tokens import QuantizedTokens
 from ...linear.saved_operands import first_derivative_only
@@ -45,10 +45,10 @@ from ...linear.tensor_parallel import ShardInfo
 from ...numerics.rule import Rule
 from ...plan.autocast_state import layer_being_built
 from ...plan.cast_spec import READERS, CastSpec
-from ...plan.site_plan import SitePlan, bf16_site, healing_plan, refusal, sent_as
+from ...plan.site_plan import SitePlan, bf16_site, dispatch_cast, healing_plan, refusal
 from ...recipe import GEMM_OPERANDS
 from ...state.fp8_state import Fp8State
-from ...state.iteration import recorded
+from ...state.iteration import record_time
 from .. import environment as compat
 from ..names import numbered
 from ..patches.patching import PatchList
@@ -152,7 +152,7 @@ class Dispatch:
         """Returns x [..., hidden] in codes, or unchanged if the experts of this call do not read codes."""
         if not self._sends_codes("input"):
             return x
-        coded: torch.Tensor = _Tokens.apply(x, self, training, recorded(training, x))
+        coded: torch.Tensor = _Tokens.apply(x, self, training, record_time(training, x))
         return coded
 
     def with_gradient_in_fp8(self, y: torch.Tensor, *, training: bool) -> torch.Tensor:
@@ -248,7 +248,7 @@ class Dispatch:
             gemm: dict.fromkeys(roles) for gemm, roles in GEMM_OPERANDS.items()
         }
         for role in self._readers:
-            cast, why = sent_as(self._plans(role), role)
+            cast, why = dispatch_cast(self._plans(role), role)
             operands[READERS[role][0]][role] = cast
             self._note(role, None if cast is None else cast.rule, why)
         if not any(cast for casts in operands.values() for cast in casts.values()):
@@ -267,7 +267,7 @@ class _Tokens(torch.autograd.Function):
         ctx.site = dispatch.fp8_site
         no_weight = x.new_empty(0, x.shape[-1])
         options: Any = {"training": training, "when": when}
-        with counted_forward([ctx.site], [x], [no_weight], **options) as (record, ctx.late):
+        with count_forward([ctx.site], [x], [no_weight], **options) as (record, ctx.late):
             return dispatch.coded(x, "input", record=record)
 
     @staticmethod

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import kernels
-from ...kernels.lazy_tensor import LazyTensor, written
+from ...kernels.lazy_tensor import LazyTensor, materialize
 from ...linear.saved_operands import first_derivative_only
 
 
@@ -31,14 +31,14 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, deferred: bool) -> Tensor:
-        x = written(x)
+        x = materialize(x)
         rstd = _rstd(x, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
         if deferred:
-            from ...kernels.fused_quantize import Normalized  # loads Triton
+            from ...kernels.fused_quantize import RmsNorm  # loads Triton
 
-            return LazyTensor(Normalized(x.reshape(-1, x.shape[-1]), rstd.view(-1), weight, offset), x.shape)
+            return LazyTensor(RmsNorm(x.reshape(-1, x.shape[-1]), rstd.view(-1), weight, offset), x.shape)
         return _apply_scale(x, weight, rstd, offset)
 
     @staticmethod
@@ -90,7 +90,7 @@ def rms_norm(
     device, and x must not be float64.
     """
     if not (deferred or torch.is_grad_enabled()):  # for one token the autograd function would double the time
-        x = written(x)
+        x = materialize(x)
         return _apply_scale(x, weight, _rstd(x, eps), float(zero_centered_gamma))
     return _RMSNorm.apply(x, weight, eps, float(zero_centered_gamma), deferred)
 

@@ -109,7 +109,7 @@ class _TeSiteLinear:
         if site.verified:
             return
         assert site.plan.recipe is not None
-        wrong = engine.disagreements(self, site.plan.recipe)
+        wrong = engine.quantizer_differences(self, site.plan.recipe)
         if wrong:
             raise RuntimeError(
                 f"{site.plan.name}: Transformer Engine {engine.version()} differs from {site.plan.recipe}:"

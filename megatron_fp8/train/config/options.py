@@ -21,7 +21,7 @@ from typing import Any
 from ...files.strict_yaml import load_yaml, read_yaml
 from ...files.user_paths import config_choices, config_hint, find_config, is_model_directory, path_hint
 from ...mcore.config.rules import Rule, shown
-from ...plan.settings import field_meant, nearest_key, without_fp8_format
+from ...plan.settings import fp8_format_field, nearest_key, without_fp8_format
 
 FREE_FORM = "model.fp8_overrides"
 """The option whose keys users choose: `--model.fp8_overrides.PATTERN=VALUE` sets one."""
@@ -131,7 +131,7 @@ def _pairs(arguments: Iterable[str]) -> Iterable[tuple[str, str]]:
             if word is None or word.startswith("--"):
                 raise ValueError(f"--{name} has no value: write --{name}=VALUE.")
             value, word = word, next(words, None)
-        yield (f"model.{field_meant(value)}" if name == "model.fp8_format" else name), value
+        yield (f"model.{fp8_format_field(value)}" if name == "model.fp8_format" else name), value
 
 
 def _data_as_paths(arguments: Iterable[str]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from ... import kernels
 from ...files.resource_limits import check_files, check_threads, raise_files, usable_cores
 from ...files.terminal import print_rank_0
 from ...kernels.torch_products import replace_slow
-from ...plan.timing import unused_gpu
+from ...plan.timing import unused_gpu_reason
 from ...state.collectives import first_rank_with
 from ..config.ranks import check_layout
 from ..config.sections import TrainSection
@@ -197,7 +197,7 @@ def _threads(launch: Launch, environ: Mapping[str, str] = os.environ) -> int:
 
 def warn_unused_gpu() -> None:
     """Warn where training runs on the CPU of a machine that has a GPU."""
-    if unused := unused_gpu():
+    if unused := unused_gpu_reason():
         warnings.warn(f"this machine has a GPU that is not used: {unused}", stacklevel=2)
 
 

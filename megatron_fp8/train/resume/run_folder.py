@@ -44,7 +44,7 @@ from ...files.checkpoint import (
 )
 from ...files.run_lock import RunLock
 from ...files.terminal import printable
-from ...state.collectives import first_rank_with, total
+from ...state.collectives import first_rank_with, sum_over_ranks
 from ..health.skipped_samples import FILE as SKIPPED_SAMPLES
 from ..launch.parallel import on_first_rank, release_at_leave
 from . import parent_checkpoint
@@ -176,7 +176,7 @@ class RunFolders:
         except OSError as error:
             problem = f"it cannot write there ({error.strerror})"
         first = first_rank_with(f"rank {rank} on {socket.gethostname()}: {problem}" if problem else None)
-        wrong = total(int(bool(problem)))
+        wrong = sum_over_ranks(int(bool(problem)))
         try:
             if first is None:
                 sizes = dict.fromkeys(names, size)

@@ -37,10 +37,10 @@ def test_what_a_recipe_says_arrives_in_the_quantizers(recipe):
     made = engine.te_recipe(recipe)
     assert type(made).__name__ == type(recipe).__name__
     linear = linear_of(made)
-    assert engine.disagreements(linear, recipe) == []
+    assert engine.quantizer_differences(linear, recipe) == []
     for other in MAPPED:
         if type(other) is type(recipe) and _casts(other) != _casts(recipe):
-            assert engine.disagreements(linear, other), f"{recipe} passed for {other}"
+            assert engine.quantizer_differences(linear, other), f"{recipe} passed for {other}"
 
 
 def _casts(recipe: Any) -> Any:
@@ -55,10 +55,10 @@ def test_keywords_alone_do_not_arrive():
     """Why the mapping sets attributes: the fault in Transformer Engine that it works around is still there."""
     made = theirs.Float8CurrentScaling(use_power_2_scales=True)
     assert made.use_power_2_scales and not made.fp8_quant_fwd_inp.power_2_scale
-    (first, *_) = engine.disagreements(linear_of(made), Float8CurrentScaling(use_power_2_scales=True))
+    (first, *_) = engine.quantizer_differences(linear_of(made), Float8CurrentScaling(use_power_2_scales=True))
     assert first == "input: power-of-two scale is False, asked for was True"
     made = theirs.Float8BlockScaling(use_f32_scales=True)
-    assert "input: power-of-two scale is True" in engine.disagreements(
+    assert "input: power-of-two scale is True" in engine.quantizer_differences(
         linear_of(made), Float8BlockScaling(use_f32_scales=True)
     )[0]  # fmt: skip
     made = theirs.DelayedScaling(override_linear_precision=(False, False, True))
@@ -107,7 +107,7 @@ def test_formats_by_role():
 
 def test_the_engine_is_asked_about_the_gpu():
     """By its own functions, of a Blackwell."""
-    assert engine.missing() is None
+    assert engine.unavailable_reason() is None
     for recipe in MAPPED:
         assert engine.supports(torch.device("cuda"), recipe) is None
     assert "needs a CUDA device" in (engine.supports(torch.device("cpu")) or "")

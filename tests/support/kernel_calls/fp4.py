@@ -79,7 +79,7 @@ def cast_call(draw: Draw, most: int) -> Call:
                 told.pointers[at] = empty(tuple(part.shape), torch.uint8)
         if rule.stochastic:
             draws = fp4.Draws(region.key, region.row_offset * 999 + 5, 999)
-            fp4.tell_draws(struct, draws)
+            fp4.fill_draws(struct, draws)
             told.bytes = bytes(struct)
     else:
         expected = [*blocks, tensor]

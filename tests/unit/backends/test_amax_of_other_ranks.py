@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatron_fp8.backends import emulated, reference
-from megatron_fp8.backends.base import CastRequest, Quantized
+from megatron_fp8.backends.base import CastRequest, CastResult
 from megatron_fp8.numerics.formats import E4M3, E5M2, FloatFormat
 from megatron_fp8.numerics.rule import ROW, TENSOR, Direction, Granularity, Rule, ScaleKind
 
 
-def by_emulated(request: CastRequest) -> Quantized:
+def by_emulated(request: CastRequest) -> CastResult:
     return emulated.quantize_each([request])[0]
 
 
@@ -31,7 +31,7 @@ def test_an_inf_elsewhere_saturates_what_is_finite_here(
     scale: ScaleKind,
     fmt: FloatFormat,
     rows: int,
-    quantize: Callable[[CastRequest], Quantized],
+    quantize: Callable[[CastRequest], CastResult],
 ) -> None:
     """Nothing wraps: specification, section Cast."""
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).mul(fmt.max).to(torch.bfloat16)

@@ -44,13 +44,13 @@ def a_version(monkeypatch):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_te_has_no_way_to_do_is_refused(recipe, reason):
-    assert reason in (engine.unmapped(recipe) or "")
+    assert reason in (engine.unsupported_part(recipe) or "")
     with pytest.raises(ValueError, match=reason):
         engine.te_recipe(recipe)
 
 
 def test_without_transformer_engine_the_install_line_is_said():
-    assert engine.missing() is not None, "these tests need a machine without Transformer Engine"
+    assert engine.unavailable_reason() is not None, "these tests need a machine without Transformer Engine"
     for device in (torch.device("cpu"), CUDA):
         with pytest.raises(
             ValueError, match=r"not installed: pip install --no-build-isolation 'megatron_fp8\[te\]'"
@@ -59,7 +59,7 @@ def test_without_transformer_engine_the_install_line_is_said():
 
 
 def test_only_a_caller_with_layers_gets_it_and_never_by_itself(a_version):
-    with mock.patch.object(engine, "missing", lambda: None):
+    with mock.patch.object(engine, "unavailable_reason", lambda: None):
         with pytest.raises(
             ValueError, match=r"has layers of its own, .* here use 'auto' or one of native, emulated"
         ):
@@ -88,7 +88,7 @@ def test_its_own_reason_about_the_gpu_is_passed_on(a_version, monkeypatch):
         is_fp8_block_scaling_available=says("block"),
     )
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", pytorch)
-    monkeypatch.setattr(engine, "missing", lambda: None)
+    monkeypatch.setattr(engine, "unavailable_reason", lambda: None)
     assert engine.supports(CUDA, DelayedScaling()) is engine.supports(CUDA, Float8CurrentScaling()) is None
     assert engine.supports(CUDA, MXFP8BlockScaling()).endswith("mxfp8 needs another GPU")
     assert engine.supports(CUDA, Float8BlockScaling()).endswith("block needs another GPU")
@@ -122,7 +122,7 @@ def test_an_installation_that_does_not_serve_says_why(monkeypatch, version, erro
     with mock.patch.object(engine.util, "find_spec", lambda name: object()):
         engine.import_failure.cache_clear()
         try:
-            reason = engine.missing()
+            reason = engine.unavailable_reason()
         finally:
             engine.import_failure.cache_clear()
     assert reason is not None and re.search(says, reason) and "pip install" in reason

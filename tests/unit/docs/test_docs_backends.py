@@ -88,7 +88,7 @@ def test_recipes():
         recipe = RECIPES[name]() if name != "custom" else CustomRecipe(lambda role: None)
         assert ours == "yes" and emulated.supports(CPU, recipe) is None
         verdict, _, why = theirs.partition(": ")
-        reason = engine.unmapped(recipe)
+        reason = engine.unsupported_part(recipe)
         assert (verdict == "yes") == (reason is None) and why in (reason or ""), name
         if name != "custom":
             assert {request.mode.name for request in planned(recipe, lambda request: None)} == KINDS[needs], (

@@ -18,7 +18,7 @@ from megatron_fp8.backends.native.placement import swizzle
 from megatron_fp8.kernels import fp4_math, fp4_quantize
 from megatron_fp8.kernels.device_math import as_bits
 from megatron_fp8.kernels.fused_quantize import Swiglu
-from megatron_fp8.kernels.quantize import Record, write
+from megatron_fp8.kernels.quantize import Record, write_matrix
 from megatron_fp8.numerics import nvfp4
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.numerics.formats import E2M1
@@ -237,7 +237,7 @@ def test_computed_matrices():
     """Norm and SwiGLU, computed while they are read."""
     x, weight = mixed((40, 130), torch.bfloat16), mixed((1, 130), torch.bfloat16)[0]
     for source in (normalized(x, weight), Swiglu(x)):
-        assert_as_specified(write(source), RULES["1x16 transformed"], source.kind, source=source)
+        assert_as_specified(write_matrix(source), RULES["1x16 transformed"], source.kind, source=source)
 
 
 @pytest.mark.parametrize("name", RULES)

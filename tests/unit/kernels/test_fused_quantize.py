@@ -17,7 +17,7 @@ from megatron_fp8.kernels.quantize import (
     quantize_blocks,
     quantize_rows,
     quantize_tensor,
-    write,
+    write_matrix,
 )
 from megatron_fp8.mcore.layers import norm
 from megatron_fp8.numerics.formats import E4M3, E5M2
@@ -52,7 +52,7 @@ def assert_codes(source, fmt, what):
     scale = torch.tensor(2.5, device=DEVICE)
     record = Record.new(DEVICE)
     sides = quantize_tensor(source, fmt, scale=scale, record=record)
-    values = write(source)
+    values = write_matrix(source)
     expected = emulated.quantize(values, Rule(fmt, TENSOR), "both", scale=scale)
     assert_quantized(sides, expected, f"{what} tensor")
     assert_recorded(record, expected, what)
@@ -157,9 +157,9 @@ def test_swiglu_extremes():
     """Gates at which exp overflows or vanishes: silu is 0 or the gate, the gradient stays finite."""
     gates = torch.tensor([[-3e38, -1e4, -200.0, -88.0, -0.0, 0.0, 88.0, 1e4, 3e38]], device=DEVICE)
     x = torch.cat([gates, torch.ones_like(gates)], 1)
-    values = write(Swiglu(x))
+    values = write_matrix(Swiglu(x))
     torch.testing.assert_close(values, torch.nn.functional.silu(gates), rtol=1e-4, atol=1e-37)
-    grad = write(SwigluGradient(torch.ones_like(gates), x))
+    grad = write_matrix(SwigluGradient(torch.ones_like(gates), x))
     assert grad.isfinite().all()
 
 

@@ -79,7 +79,7 @@ def test_matrices_of_any_height_fit_the_grid(monkeypatch):
     quantize.quantize_blocks(x, E4M3, block=32, kind="e8m0")
     quantize.quantize_blocks(x, E4M3, block=32, kind="e8m0", tiled=True)
     gemm_layouts.tile_scales(torch.empty(rows, 5, device="meta"), rows, 130 * 32, width=1024)
-    quantize.write(quantize.Plain(x))
+    quantize.write_matrix(quantize.StoredMatrix(x))
     gemm_layouts.transpose(torch.empty(rows, 130, dtype=torch.float8_e4m3fn, device="meta"))
     master = torch.empty(rows * 130, device="meta")
     param_cast.piece_amax(master, 0, (rows, 130), torch.bfloat16, one, one)
@@ -91,13 +91,13 @@ def test_matrices_of_any_height_fit_the_grid(monkeypatch):
 def test_the_device_is_the_first_arguments(monkeypatch):
     pytest.importorskip("triton")
     from megatron_fp8.kernels.quantize import quantize_tensor
-    from megatron_fp8.kernels.tiles import Plain
+    from megatron_fp8.kernels.tiles import StoredMatrix
     from megatron_fp8.numerics.formats import E4M3
 
     entered = []
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: entered.append(tensor) or nullcontext())
     monkeypatch.setattr("megatron_fp8.kernels.quantize.cast_tensor", {(1,): lambda **arguments: None})
     x = torch.ones(4, 8)
-    for first in (x, Plain(x)):
+    for first in (x, StoredMatrix(x)):
         quantize_tensor(first, E4M3, scale=torch.ones(()))
     assert all(tensor.data_ptr() == x.data_ptr() for tensor in entered) and len(entered) == 2

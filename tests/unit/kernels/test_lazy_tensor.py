@@ -14,8 +14,8 @@ from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.launched_kernels import launched
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.kernels.fused_quantize import Swiglu, SwigluGradient
-from megatron_fp8.kernels.lazy_tensor import LazyTensor, source_of, written
-from megatron_fp8.kernels.quantize import write
+from megatron_fp8.kernels.lazy_tensor import LazyTensor, materialize, source_of
+from megatron_fp8.kernels.quantize import write_matrix
 from tests.support.matrices import DEVICE, normalized
 from tests.support.sites import RECIPES, randn
 
@@ -27,7 +27,7 @@ def source() -> Any:
     return normalized(randn(12, 40, seed=1).to(DEVICE), GAMMA)
 
 
-VALUES = write(source()).view(SHAPE)
+VALUES = write_matrix(source()).view(SHAPE)
 
 
 def made() -> LazyTensor:
@@ -73,7 +73,7 @@ def test_whoever_reads_meets_the_values(reader):
     x = made()
     found = read(x)
     assert x.source is None
-    assert_same_bytes(written(found), expected(VALUES), reader)
+    assert_same_bytes(materialize(found), expected(VALUES), reader)
 
 
 def sources_by_row() -> dict[str, Any]:
@@ -93,7 +93,7 @@ def test_parts_by_rows_are_computed_apart(kind):
     """As experts' tokens are: codes of each are those of its rows, and nothing is written; empty ones too."""
     counts = [5, 0, 6, 1]
     whole = sources_by_row()[kind]
-    values = write(whole)
+    values = write_matrix(whole)
     x = LazyTensor(whole, values.shape)
     rule = RECIPES["mxfp8"].rule("input")
     with launched() as calls:
@@ -107,7 +107,7 @@ def test_parts_by_rows_are_computed_apart(kind):
             assert_same_bytes(side.codes, other.codes, kind)
             assert_same_bytes(side.scale_inv, other.scale_inv, kind)
     for part, rows in zip(parts[2].split([2, 4]), values.split(counts)[2].split([2, 4]), strict=True):
-        assert_same_bytes(write(part.source), rows, kind)
+        assert_same_bytes(write_matrix(part.source), rows, kind)
 
 
 def test_who_looks_at_a_part_writes_the_whole_once():
@@ -152,7 +152,7 @@ def test_inputs_must_not_change_before_it_is_read():
         written_before.sum()
         changed.mul_(2)
         assert written_before.isfinite().all()
-        for read in (source_of, written, lambda y: y + 1):
+        for read in (source_of, materialize, lambda y: y + 1):
             with pytest.raises(RuntimeError, match=r"norm was left to be computed .* changed in place"):
                 read(late)
     with torch.inference_mode():
@@ -175,7 +175,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         _Norm.met = grads[0]
-        return written(grads[0])
+        return materialize(grads[0])
 
 
 class _Reader(torch.autograd.Function):

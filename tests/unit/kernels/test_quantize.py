@@ -16,9 +16,9 @@ from megatron_fp8.kernels.quantize import (
     quantize_blocks,
     quantize_rows,
     quantize_tensor,
-    write,
+    write_matrix,
 )
-from megatron_fp8.kernels.tiles import Plain, Tile
+from megatron_fp8.kernels.tiles import StoredMatrix, Tile
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import compute_scale_inv
 from megatron_fp8.recipe import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Rule
@@ -291,7 +291,7 @@ def test_layouts_of_scales():
 def test_values():
     """The matrix back."""
     x = mixed((40, 130), torch.bfloat16)
-    assert_same_bytes(write(Plain(x)), x)
+    assert_same_bytes(write_matrix(StoredMatrix(x)), x)
 
 
 def test_errors():

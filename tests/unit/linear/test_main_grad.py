@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp8.linear.gemm_site import is_zeros, mark_zeros, unmark
+from megatron_fp8.linear.gemm_site import is_zeros, mark_zeros, unmark_zeros
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_a_fused_gemm_that_has_contributed_ends_it(weight: Any) -> None:
 
 
 def test_it_can_be_removed(weight: Any) -> None:
-    unmark([weight])
+    unmark_zeros([weight])
     assert not is_zeros(weight, captured=False)
 
 

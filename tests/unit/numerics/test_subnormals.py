@@ -14,7 +14,7 @@ from megatron_fp8 import quantize
 from megatron_fp8.kernels.cpu import emulation as cpu
 from megatron_fp8.numerics.cast import RandomKey, cast_stochastic
 from megatron_fp8.numerics.formats import E4M3, E5M2
-from megatron_fp8.numerics.subnormals import flushed
+from megatron_fp8.numerics.subnormals import flushes_subnormals
 from megatron_fp8.params.fp8_parameter import fp8_parameter
 from megatron_fp8.params.shards import quantize_shards
 from megatron_fp8.recipe import (
@@ -52,7 +52,7 @@ def flushing() -> Iterator[None]:
     assert torch.set_flush_denormal(True), "this processor cannot flush subnormal numbers"
     try:
         yield
-        assert flushed(), "the thread's mode was not put back"
+        assert flushes_subnormals(), "the thread's mode was not put back"
     finally:
         torch.set_flush_denormal(False)
 

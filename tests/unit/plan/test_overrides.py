@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fp8.plan.overrides import check_overrides, check_overrides_match, matching, whole_override
+from megatron_fp8.plan.overrides import (
+    check_overrides,
+    check_overrides_match,
+    matching_overrides,
+    whole_override,
+)
 from megatron_fp8.recipe import MXFP8BlockScaling
 
 NAMES = [
@@ -30,8 +35,8 @@ NAMES = [
     ],
 )
 def test_globs_match_the_full_name_or_its_last_part(pattern, matches):
-    assert [name for name in NAMES if matching(name, {pattern: "bf16"})] == matches
-    assert [name for name in NAMES if matching(name, {f"{pattern}:wgrad": "bf16"})] == matches
+    assert [name for name in NAMES if matching_overrides(name, {pattern: "bf16"})] == matches
+    assert [name for name in NAMES if matching_overrides(name, {f"{pattern}:wgrad": "bf16"})] == matches
 
 
 def test_last_match_wins():

@@ -7,7 +7,13 @@ import dataclasses
 import pytest
 
 from megatron_fp8.numerics.formats import E4M3, E5M2, Format
-from megatron_fp8.plan.settings import FP8_FORMATS, RecipeSettings, field_meant, from_settings, takes
+from megatron_fp8.plan.settings import (
+    FP8_FORMATS,
+    RecipeSettings,
+    fp8_format_field,
+    from_settings,
+    has_setting,
+)
 from megatron_fp8.recipe import (
     RECIPES,
     ROW,
@@ -26,8 +32,8 @@ EVERYTHING = RecipeSettings(
 
 def test_fp8_format_is_another_name_of_two_settings():
     assert set(FP8_FORMATS) == {"e4m3", "hybrid"}
-    assert {field_meant(name) for name in FP8_FORMATS} == {"fp8"}
-    assert {field_meant(name) for name in (*RECIPES, None, "unknown", [1])} == {"fp8_recipe"}
+    assert {fp8_format_field(name) for name in FP8_FORMATS} == {"fp8"}
+    assert {fp8_format_field(name) for name in (*RECIPES, None, "unknown", [1])} == {"fp8_recipe"}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -47,7 +53,7 @@ def test_what_is_said_reaches_every_field_of_its_name(name):
     for field in dataclasses.fields(recipe):
         if name not in ("custom", "nvfp4"):  # whose fields no setting has
             assert getattr(recipe, field.name) == said[field.name], field.name
-    assert takes(name, "amax_history_len") == (name == "delayed")
+    assert has_setting(name, "amax_history_len") == (name == "delayed")
 
 
 def test_powers_of_two_are_said_once_for_recipes_that_have_the_choice():

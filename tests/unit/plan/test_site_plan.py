@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from megatron_fp8.plan.site_plan import bf16_site, check_something_left, fp8_site
+from megatron_fp8.plan.site_plan import bf16_site, check_fp8_site, fp8_site
 from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling
 from tests.support.sites import ALL_RECIPES, RECIPES
 
@@ -81,8 +81,8 @@ def test_roles_are_told_in_words():
 
 def test_what_leaves_no_site_is_decided_by_the_cause_and_not_by_words():
     words = "fp8_fallback: so it says"
-    check_something_left([])
-    check_something_left([("bf16", "asked", words), ("fp8", "asked", "")])
-    check_something_left([("bf16", "asked", ""), ("bf16", "fallback", "anything")])
+    check_fp8_site([])
+    check_fp8_site([("bf16", "asked", words), ("fp8", "asked", "")])
+    check_fp8_site([("bf16", "asked", ""), ("bf16", "fallback", "anything")])
     with pytest.raises(ValueError, match=r"leave none of 2 GEMM sites in FP8.*so it says"):
-        check_something_left([("bf16", "asked", words), ("bf16", "size", "too small")])
+        check_fp8_site([("bf16", "asked", words), ("bf16", "size", "too small")])

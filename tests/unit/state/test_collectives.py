@@ -6,12 +6,12 @@ import pytest
 import torch.distributed as dist
 
 from megatron_fp8.state.collectives import (
-    anywhere,
-    collected,
+    any_on_ranks,
+    broadcast_value,
+    equal_on_ranks,
     first_rank_with,
-    from_rank,
-    same_everywhere,
-    total,
+    gather_to_first,
+    sum_over_ranks,
     union,
 )
 from tests.support.fake_world import counted, simulated
@@ -38,7 +38,11 @@ def in_a_group():
     groups = [dist.new_group(pair) for pair in ((0, 2), (1, 3))]
     rank = dist.get_rank()
     group = groups[rank % 2]
-    return first_rank_with(rank if rank > 1 else None, group), from_rank(1, rank, group), total(rank, group)
+    return (
+        first_rank_with(rank if rank > 1 else None, group),
+        broadcast_value(1, rank, group),
+        sum_over_ranks(rank, group),
+    )
 
 
 def test_ranks_are_those_of_the_group(ranks):
@@ -56,7 +60,7 @@ def test_a_union_has_each_key_once_with_the_first_ranks_value(ranks):
 
 def collects():
     rank = dist.get_rank()
-    return collected([f"{rank}.{i}" for i in range(rank % 3)])
+    return gather_to_first([f"{rank}.{i}" for i in range(rank % 3)])
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -68,7 +72,7 @@ def test_the_first_rank_has_everybodys_items_in_order(ranks, world):
 
 def compares(numbers):
     rank = dist.get_rank()
-    return same_everywhere(numbers[rank]), anywhere([rank == 2, False, True])
+    return equal_on_ranks(numbers[rank]), any_on_ranks([rank == 2, False, True])
 
 
 def test_numbers_are_the_same_or_not_and_flags_are_set_anywhere(ranks):
@@ -77,17 +81,19 @@ def test_numbers_are_the_same_or_not_and_flags_are_set_anywhere(ranks):
 
 
 def test_alone_a_rank_answers_itself():
-    assert first_rank_with("x") == (0, "x") and first_rank_with(None) is None and from_rank(0, "x") == "x"
-    assert union({"a": 1}) == {"a": 1} and collected(["x", "y"]) == [(0, "x"), (0, "y")]
-    assert anywhere([True, False]) == [True, False] and same_everywhere([1]) and total(3) == 3
+    assert (
+        first_rank_with("x") == (0, "x") and first_rank_with(None) is None and broadcast_value(0, "x") == "x"
+    )
+    assert union({"a": 1}) == {"a": 1} and gather_to_first(["x", "y"]) == [(0, "x"), (0, "y")]
+    assert any_on_ranks([True, False]) == [True, False] and equal_on_ranks([1]) and sum_over_ranks(3) == 3
 
 
 def costs(world):
     """Bytes that the last rank of so many hands to collectives where nobody objects, and to the first rank."""
     with simulated(world - 1, world), counted() as found:
-        assert first_rank_with(None) is None and anywhere([False] * 100) == [False] * 100
-        assert same_everywhere([1, 2])
-        collected(["x" * 100])
+        assert first_rank_with(None) is None and any_on_ranks([False] * 100) == [False] * 100
+        assert equal_on_ranks([1, 2])
+        gather_to_first(["x" * 100])
     return {call: (one.calls, one.bytes) for call, one in found.items()}
 
 

@@ -47,7 +47,7 @@ def test_a_backend_by_name():
 
 
 def test_a_recipe_that_a_backend_lacks_counts_wherever_it_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine, "missing", lambda: None)
+    monkeypatch.setattr(engine, "unavailable_reason", lambda: None)
     monkeypatch.setattr(engine, "device_reason", lambda device: None)
     monkeypatch.setattr(engine, "_refusal_of_te", lambda recipe: None)
     te = "--model.fp8_backend=transformer_engine"

@@ -67,7 +67,7 @@ def test_cells_are_what_the_backends_decide(generation: Generation, monkeypatch:
         assert taken == first, f"auto takes {taken}, the matrix says {first}"
     if generation.architecture is None:
         # Transformer Engine is there, and itself refuses nothing: what is left is this package's own part of the cell.
-        monkeypatch.setattr(engine, "missing", lambda: None)
+        monkeypatch.setattr(engine, "unavailable_reason", lambda: None)
         monkeypatch.setattr(engine, "_refusal_of_te", lambda recipe: None)
         for recipe in RECIPE_NAMES:
             if engine.supports(device, RECIPES[recipe]()) is not None:

@@ -178,8 +178,8 @@ def test_float32_scales_where_blocks_run_as_mx(tensor_cores, capsys, monkeypatch
     with fake_torch(refuse=NO_BLOCKS):
         for recipe in (Float8BlockScaling(), HYBRID):
             assert native.supports(CPU, recipe) is None and native.advice(CPU, recipe) is None
-            assert native.by_mx(recipe, refusals(CPU, native.multiply)) == ["fprop", "dgrad", "wgrad"]
-        assert native.by_mx(RECIPES["mxfp8"], refusals(CPU, native.multiply)) == []
+            assert native.mx_gemms(recipe, refusals(CPU, native.multiply)) == ["fprop", "dgrad", "wgrad"]
+        assert native.mx_gemms(RECIPES["mxfp8"], refusals(CPU, native.multiply)) == []
         backends.warn_slow_backend("native", CPU, Float8BlockScaling(use_f32_scales=True), "fp8='e4m3'")
     line = capsys.readouterr().err
     assert "fprop, dgrad and wgrad by this package's Triton kernel" in line and "(only sm90); " in line
@@ -231,6 +231,6 @@ def test_whose_products_of_blocks_are_this_packages(capability, torch_has_blocks
 
     for f32_scales, ours in ((False, pow2), (True, float32)):
         recipe = Float8BlockScaling(fp8_format=gradients, use_f32_scales=f32_scales)
-        assert native.by_kernel(recipe, refusal) == (["fprop", "dgrad", "wgrad"] if ours else [])
+        assert native.kernel_gemms(recipe, refusal) == (["fprop", "dgrad", "wgrad"] if ours else [])
     for name in ("delayed", "tensorwise", "rowwise"):
-        assert not native.by_kernel(RECIPES[name], refusal)
+        assert not native.kernel_gemms(RECIPES[name], refusal)

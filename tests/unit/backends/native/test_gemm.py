@@ -13,7 +13,7 @@ from megatron_fp8.backends import emulated
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native.layout import Mode, Operand, Request, mode_of, plan
 from megatron_fp8.backends.native.placement import place_codes, tiles_of
-from megatron_fp8.backends.native.probe import multiplies_turned, refusals
+from megatron_fp8.backends.native.probe import reads_transposed, refusals
 from megatron_fp8.files import terminal
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import CustomRecipe, Float8CurrentScaling, Float8RowwiseScaling, Granularity, Rule
@@ -166,9 +166,7 @@ def test_products_of_transposed_codes_are_tried(fault):
     with fake_torch(**fault):
         refusal = refusals(CPU, native.multiply)
         assert (
-            multiplies_turned(E4M3, refusal)
-            == multiplies_turned(E5M2, refusal)
-            == (fault == {"turned": True})
+            reads_transposed(E4M3, refusal) == reads_transposed(E5M2, refusal) == (fault == {"turned": True})
         )
 
 

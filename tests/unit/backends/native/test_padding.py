@@ -13,7 +13,7 @@ from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native import placement, products
 from megatron_fp8.backends.native.backend import padded_length
 from megatron_fp8.backends.native.placement import place_codes
-from megatron_fp8.backends.native.products import of_one_length
+from megatron_fp8.backends.native.products import pad_to_same_length
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import CustomRecipe, Granularity, Rule
 from megatron_fp8.tensor import Float8Tensor
@@ -71,7 +71,7 @@ def test_beside_codes_that_end_with_the_matrix_those_are_copied(name: str, copie
         with fake_torch(refuse=refused):
             expected = native.gemm(a, b)
             for pair in ((as_column_cast(a), b), (a, as_column_cast(b))):
-                first, second = of_one_length(*pair)
+                first, second = pad_to_same_length(*pair)
                 assert first.codes.shape[1] == second.codes.shape[1] == 2 * WHOLE[name]
                 assert first.shape[1] == second.shape[1] == WHOLE[name] + 3
                 copied.clear()

@@ -57,7 +57,7 @@ def both(monkeypatch):
     """`both(f)`: (f() with the kernels, f() with torch operations), whatever the size of the tensors."""
     assert cpu.reason() is None, f"these tests compare the kernels, and there are none: {cpu.reason()}"
 
-    cpu.compiled()  # where they are loaded, small tensors use them too
+    cpu.load_kernels()  # where they are loaded, small tensors use them too
 
     def run(function):
         with monkeypatch.context() as patch:
@@ -267,7 +267,7 @@ def test_only_plain_contiguous_cpu_tensors_and_small_ones_load_nothing(monkeypat
 
 def test_what_torch_transforms_is_not_read_by_c():
     """torch.func's wrappers have no memory, and make_fx would miss what C writes."""
-    cpu.compiled()
+    cpu.load_kernels()
     f = lambda x: quantize(x, Float8CurrentScaling(), "input").dequantize()  # noqa: E731
     x = torch.ones(4, 32)
     assert torch.func.functionalize(f)(x).sum() == 128

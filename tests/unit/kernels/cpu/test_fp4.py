@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fp8.backends import emulated, fp4
-from megatron_fp8.backends.base import Quantized, Region, RunningAmax
+from megatron_fp8.backends.base import CastResult, Region, RunningAmax
 from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.kernels.cpu import fp4 as in_c
 from megatron_fp8.kernels.cpu.emulation import Operand
@@ -46,10 +46,10 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def in_torch(x: torch.Tensor, rule: Rule, direction: str, **options) -> Quantized:
+def in_torch(x: torch.Tensor, rule: Rule, direction: str, **options) -> CastResult:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(emulation, "reason", lambda: "not wanted")
-        patch.setattr(emulation, "compiled", lambda: pytest.fail("C is called"))
+        patch.setattr(emulation, "load_kernels", lambda: pytest.fail("C is called"))
         return emulated.quantize(x, rule, direction, **options)
 
 
@@ -64,7 +64,7 @@ def assert_same(a: QuantizedSide | None, b: QuantizedSide | None) -> None:
     assert all(getattr(a, name) == getattr(b, name) for name in FACTS)
 
 
-def assert_all_same(a: Quantized, b: Quantized) -> None:
+def assert_all_same(a: CastResult, b: CastResult) -> None:
     for one, other in zip(a.tensor.sides, b.tensor.sides, strict=True):
         assert_same(one, other)
     assert torch.equal(a.amax, b.amax) and a.nonfinite == b.nonfinite

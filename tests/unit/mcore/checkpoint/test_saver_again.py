@@ -43,7 +43,7 @@ def saves_again(folder: str) -> list[tuple[int, bool]]:
         (1, state, _write), (2, state, _write), (3, more, _write), (4, more, _write), (5, more, longer), (6, more, _write)
     ):  # fmt: skip
         with (
-            mock.patch.object(saver, "collected", wraps=saver.collected) as told,
+            mock.patch.object(saver, "gather_to_first", wraps=saver.gather_to_first) as told,
             mock.patch.object(store, "_write", write),
         ):
             kept.save(make(iteration), Manifest(iteration))

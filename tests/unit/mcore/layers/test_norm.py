@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.support.compare import assert_same_bytes
 from benchmarks.support.launched_kernels import launched
 from megatron_fp8 import kernels
-from megatron_fp8.kernels.lazy_tensor import LazyTensor, written
+from megatron_fp8.kernels.lazy_tensor import LazyTensor, materialize
 from megatron_fp8.mcore.layers.norm import Norm, rms_norm
 from tests.support.saved_tensors import saved
 
@@ -68,7 +68,7 @@ def test_a_deferred_norm_has_the_same_bits(shape: tuple[int, ...], centred: bool
     assert isinstance(both[0][0], LazyTensor) and both[0][0].source is not None
     assert calls == ({"_row_rstd": 2} if x.numel() else {})
     for what, mine, theirs in zip(("value", "dx", "dw"), *both, strict=True):
-        assert_same_bytes(written(mine), theirs, what)
+        assert_same_bytes(materialize(mine), theirs, what)
     plain = values_and_gradients(lambda a, w: rms_norm(a, w, 0.01, centred), x, weight, grad)
     for found, expected in zip(both[1], plain, strict=True):
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-4)  # the statistic's order of sums
