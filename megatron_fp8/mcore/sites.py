@@ -199,16 +199,19 @@ def _moved_plan(config: Any, plan: SitePlan, move: Move, linear: Any) -> SitePla
 def prepare(model_chunks: list[Any]) -> None:
     """Names, plans and allocates every site of this rank's model chunks; skips prepared chunks.
 
+    Of a model inside another (LLaVA's language model) it prepares the outermost, whichever runs first: names, scales and
+    counts are the whole model's.
+
     Raises:
         ValueError: FP8 cannot run as requested, or the settings leave no site in FP8; layers are not this package's,
             or those of multi-token prediction are missing; or the config has phases in high precision and the
             training's length is not set.
     """
     for chunk in model_chunks:
-        model = unwrap(chunk)
-        runtime = runtime_of(model.config)
-        if model in runtime.prepared:
+        if (part := unwrap(chunk)) in prepared_models:
             continue
+        model = outermost_model(part)
+        runtime = runtime_of(model.config)
         refuse_unsupported_layers(model)
         refuse_fp8_parts(model)
         require_mtp_block(model)
@@ -247,11 +250,29 @@ def prepare(model_chunks: list[Any]) -> None:
         if quantizes(model.config) and not runtime.prepared:
             watch(runtime)
         runtime.prepared.add(model)
-        prepared_parts.update(part for part in model.modules() if part is not model and is_model(part))
+        prepared_models.update(m for m in model.modules() if m is model or m is part or is_model(m))
 
 
-prepared_parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models inside prepared models, as LLaVA's language model: preparing one again would name its sites anew."""
+prepared_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Prepared models and the models inside them: preparing a part again would name its sites anew."""
+
+_built: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
+"""Models, and modules of others that may hold models, in the order of their construction."""
+
+
+def register_model(module: torch.nn.Module) -> None:
+    """Lets ``prepare`` find a module as the model around a part. Layers and wrappers, Megatron-Core's and ours, are not."""
+    if is_model(module) or not type(module).__module__.startswith(("megatron.core.", "megatron_fp8.")):
+        _built[module] = None
+
+
+def outermost_model(model: Any) -> Any:
+    """Returns the outermost module among the registered and still existing ones that contains this model, or the model."""
+    found = model
+    for other in list(_built):
+        if other is not found and any(part is found for part in other.modules()):
+            found = other
+    return found
 
 
 def is_model(module: Any) -> bool:

@@ -17,7 +17,7 @@ from ..config import transformer_config
 from ..config.transformer_config import IterationEnd
 from ..layers import activation, attention, cross_entropy, linear, moe_layer
 from ..optimizer import cpu_offload, fp8_params, layer_wise, loss_scaler, optimizer_setup, sharded_state
-from ..sites import is_model, keeping_weights, prepare, prepared_parts
+from ..sites import is_model, keeping_weights, prepare, prepared_models, register_model
 from ..te import context as te_context
 from . import megatron_fixes, missing_packages
 from .patching import Patch, PatchList
@@ -168,14 +168,15 @@ for _schedule in ("no_pipelining", "pipelining_with_interleaving", "pipelining_w
 def prepare_at_first_forward(
     original: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """An FP8 model's sites get their names before its first forward in training."""
+    """An FP8 model's sites get their names before its, or its part's, first forward in training."""
     original(self, config, *args, **kwargs)
+    register_model(self)
     if is_model(self) and fp8_utils.quantizes(config):
         self.register_forward_pre_hook(_prepare_before)
 
 
 def _prepare_before(model: Any, args: Any) -> None:
-    if torch.compiler.is_compiling() or model in prepared_parts:
+    if torch.compiler.is_compiling() or model in prepared_models:
         return
     if model.training or torch.is_grad_enabled():
         prepare([model])

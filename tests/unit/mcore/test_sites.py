@@ -1,4 +1,4 @@
-"""Linears that are alike share a plan: it is made once, and says of each what would be said of it alone."""
+"""Planning: linears that are alike share a plan, and a part of a model has the names of the whole."""
 
 from __future__ import annotations
 
@@ -77,3 +77,36 @@ def test_each_linear_is_told_that_it_falls_back() -> None:
     names = [call.args[0] for call in said.call_args_list]
     for linear in linears:
         assert names.count(linear.fp8_site.plan.name) == 2  # planned, and alone
+
+
+@pytest.mark.parametrize("part_first", [False, True])
+def test_a_part_has_the_sites_of_the_whole_whichever_is_prepared_first(part_first: bool) -> None:
+    """The whole is of a class of the user's own, as Megatron-Core's schedules take it."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.module import MegatronModule
+
+    from megatron_fp8 import TransformerConfig
+    from megatron_fp8.mcore import sites
+    from megatron_fp8.mcore.spec import get_gpt_decoder_block_fp8_spec
+
+    class Reward(MegatronModule):
+        def __init__(self, config: Any):
+            super().__init__(config)
+            spec = get_gpt_decoder_block_fp8_spec(config)
+            self.gpt = GPTModel(config, spec, vocab_size=64, max_sequence_length=64)
+
+    with simulated(0, 1), model_parallel():
+        config = gpt_config(cls=TransformerConfig, num_layers=1, fp8="hybrid", fp8_recipe="delayed")
+        whole = Reward(config)
+        part = whole.gpt
+        sites.prepare([part if part_first else whole])
+        first = [linear.fp8_site for linear in sites.fp8_linears([whole])]
+        sites.prepare([whole, part])
+        assert [linear.fp8_site for linear in sites.fp8_linears([whole])] == first
+        assert all(site.plan.name.startswith("gpt.decoder.layers.0.") for site in first)
+        (arena,) = {site.casts["input"].rowwise.slot.arena for site in first}
+        assert len({slot.name for slot in arena.slots}) == len(arena.slots) == 3 * len(first)
+        del whole
+        alone = Reward(config).gpt  # its whole is gone
+        sites.prepare([alone])
+        assert alone.decoder.layers[0].mlp.linear_fc1.fp8_site.plan.name == "decoder.layers.0.mlp.linear_fc1"
