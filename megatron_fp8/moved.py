@@ -10,10 +10,11 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
-import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+
+from .files.terminal import warn_user
 
 MOVED = {
     "calibration": "inference.calibration",
@@ -52,7 +53,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         now = f"{_PACKAGE}.{MOVED[module.__name__.partition('.')[2]]}"
-        warnings.warn(f"{module.__name__} is now {now}: import it from there.", FutureWarning, stacklevel=2)
+        warn_user(f"{module.__name__} is now {now}: import it from there.", FutureWarning)
         real = importlib.import_module(now)
 
         def look(name: str) -> Any:

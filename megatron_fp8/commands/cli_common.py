@@ -258,7 +258,7 @@ def run_command(
     except ValueError as error:
         return refuse(error, debug=debug)
     if launch.rank:  # rank 0 prints the same warnings
-        warnings.filterwarnings("ignore", module="megatron_fp8")
+        warnings.simplefilter("ignore")
     barrier = launch.barrier
     assert barrier is not None
     try:

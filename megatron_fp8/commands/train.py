@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         return refuse(error, debug=debug)
     if launch.rank:  # rank 0 prints the same warnings
-        warnings.filterwarnings("ignore", module="megatron_fp8")
+        warnings.simplefilter("ignore")
     try:
         assert launch.barrier is not None
         with launch.barrier:

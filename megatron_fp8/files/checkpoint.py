@@ -26,7 +26,6 @@ import hashlib
 import io
 import os
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -37,6 +36,7 @@ from .atomic_io import as_value_error, error_text, read_regular, refuse_link_out
 from .checkpoint_metadata import MetadataUnpickler, check_metadata
 from .gc_pause import gc_paused
 from .manifest import LARGEST, MANIFEST, Manifest, NotAManifest, parse
+from .terminal import warn_user
 from .user_paths import note_checkpoint_folder, path_hint
 
 _P = ParamSpec("_P")
@@ -244,7 +244,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
             f"{missing}, and neither is another checkpoint: bring it back, or give another one (to train: --resume=PATH,"
             " or --resume=never)."
         )
-    warnings.warn(f"{missing}: {complete[-1].name} is taken, the newest that is.", stacklevel=2)
+    warn_user(f"{missing}: {complete[-1].name} is taken, the newest that is.")
     return complete[-1]
 
 

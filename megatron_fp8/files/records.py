@@ -17,13 +17,13 @@ import os
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .atomic_io import open_regular
 from .strict_json import load_json
+from .terminal import warn_user
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _LAST_EXACT = 2**53
@@ -191,10 +191,9 @@ class RecordFile:
         if same and own.st_size >= self._length:
             return
         if not self._moved:
-            warnings.warn(
+            warn_user(
                 f"{str(self._path)!r} was removed, replaced or cut while it was written: records go on in what is there"
-                " now.",
-                stacklevel=4,
+                " now."
             )
         self._moved = True
         length = current.st_size if current else 0
@@ -218,10 +217,9 @@ class RecordFile:
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
-            warnings.warn(
+            warn_user(
                 f"{str(self._path)!r} cannot be written ({error.strerror}): training goes on, and what is missing is"
-                " added when it can be.",
-                stacklevel=3,
+                " added when it can be."
             )
         self._warned = True
 
@@ -268,7 +266,7 @@ class EventFile:
 def warn_missing(lacking: list[str]) -> None:
     """Warn in one line of what closed files lack, if anything."""
     if lacking:
-        warnings.warn(f"records are lost: {', '.join(lacking)}. Checkpoints do not need them.", stacklevel=3)
+        warn_user(f"records are lost: {', '.join(lacking)}. Checkpoints do not need them.")
 
 
 def continue_file(path: Path, finished: int, first: int = 0, each: range = range(0)) -> RecordFile:
@@ -280,18 +278,16 @@ def continue_file(path: Path, finished: int, first: int = 0, each: range = range
     lines, wrong = records_until(path, finished, first)
     if wrong:
         more = f", and so are {len(wrong) - 1} more that are no records" if wrong[1:] else ""
-        warnings.warn(f"{wrong[0]}: it is dropped{more}.", stacklevel=2)
+        warn_user(f"{wrong[0]}: it is dropped{more}.")
     if missing := sorted(set(each).difference(record["iteration"] for _, record in lines)):
-        warnings.warn(
+        warn_user(
             f"{str(path)!r} has no record of {len(missing)} of the iterations {each[0]} to {each[-1]}, which are done,"
-            f" the first of them {missing[0]}: if it was cut, replaced or removed, put it back and start again.",
-            stacklevel=2,
+            f" the first of them {missing[0]}: if it was cut, replaced or removed, put it back and start again."
         )
     if path.is_symlink():
-        warnings.warn(
+        warn_user(
             f"{str(path)!r} is a link to {os.readlink(path)!r}: the run goes on in a file of its own, and what the link"
-            " leads to stays as it is.",
-            stacklevel=2,
+            " leads to stays as it is."
         )
     # Atomic: a run that is killed here has the old file or the new one.
     temporary = path.with_name(f".{path.name}.new")

@@ -20,7 +20,6 @@ import re
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -28,6 +27,7 @@ import psutil
 from filelock import SoftFileLease, Timeout
 
 from .atomic_io import error_text, open_regular
+from .terminal import warn_user
 
 LOCK = ".lock"
 STALE_S = 60.0
@@ -118,9 +118,7 @@ class RunLock:
         try:
             self._lease.release()
         except OSError as error:
-            warnings.warn(
-                f"the lock {str(self.path)!r} cannot be removed ({error_text(error)}).", stacklevel=2
-            )
+            warn_user(f"the lock {str(self.path)!r} cannot be removed ({error_text(error)}).")
         for folder in self._made:
             try:
                 folder.rmdir()
@@ -142,7 +140,7 @@ class RunLock:
 
     def _renew(self, _: object) -> None:
         """Renew the lock where filelock's thread gives up, after a minute of errors of the file system."""
-        warnings.warn(f"the lock {str(self.path)!r} could not be renewed; it is tried on.", stacklevel=2)
+        warn_user(f"the lock {str(self.path)!r} could not be renewed; it is tried on.")
         while not self._released.wait(self._stale / 12):
             try:
                 owner = _read(self.path)

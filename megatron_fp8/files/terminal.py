@@ -1,10 +1,12 @@
-"""Prints text to the user: safe for a terminal, and on the first rank only."""
+"""Prints lines and warnings to the user."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Literal
 
 _printed: set[str] = set()
@@ -64,3 +66,30 @@ def print_rank_0(text: str, *, once: bool = False, to: Literal["stderr", "stdout
     if once:
         _printed.add(text)
     print(printable(text), file=sys.stderr if to == "stderr" else sys.stdout, flush=True)
+
+
+_LIBRARIES = {"megatron_fp8", "megatron", "torch"}
+_LIBRARIES |= {"transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl"}
+"""Packages whose code calls this package on behalf of the user's."""
+
+
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line of the user's code: not of this package, a library in between or Python's own.
+
+    In a thread without such a line: at the caller's. A ``stacklevel`` is right for one way to the warning alone, and
+    filters by module hide what is attributed to a library.
+    """
+    caller = sys._getframe(1)
+    frame = caller
+    while frame.f_back is not None and _is_library(frame):
+        frame = frame.f_back
+    if _is_library(frame):
+        frame = caller
+    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def _is_library(frame: FrameType) -> bool:
+    # A dataclass' generated __init__ has its module's globals, and no file.
+    name = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return name in _LIBRARIES or name in sys.stdlib_module_names

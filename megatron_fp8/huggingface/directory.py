@@ -12,7 +12,6 @@ import json
 import re
 import shutil
 import uuid
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +23,7 @@ from safetensors.torch import save_file
 
 from ..files.atomic_io import as_value_error, refuse_link_out, remedy, sync, write_file
 from ..files.strict_json import load_json
+from ..files.terminal import warn_user
 from ..numerics.formats import E2M1
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -60,9 +60,8 @@ def new_directory(path: Path) -> Iterator[Path]:
     if not path.name or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
         raise ValueError(f"{str(path)!r} is there already: give a new folder, or remove it.")
     for leftover in sorted(path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}")):
-        warnings.warn(
-            f"{str(leftover)!r} is unfinished: remove it, unless something else writes {str(path)!r} now.",
-            stacklevel=3,
+        warn_user(
+            f"{str(leftover)!r} is unfinished: remove it, unless something else writes {str(path)!r} now."
         )
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:

@@ -6,7 +6,6 @@ gradients do not show it, and neither a loss scaler nor a check of the gradient 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from ..files.atomic_io import replace_file
+from ..files.terminal import warn_user
 from ..nn.state_dict import fp8_state_dict, load_fp8_state_dict
 from ..nn.step import fp8_step
 
@@ -92,10 +92,9 @@ class Fp8Iterations:
 
 def warn_of_cold_start(checkpoint: str) -> None:
     """Warn that a checkpoint has no FP8 state."""
-    warnings.warn(
+    warn_user(
         f"the checkpoint {checkpoint} has no FP8 state: delayed scaling starts anew, and this run will differ from an"
-        " uninterrupted one. That is right for a checkpoint that was trained without FP8",
-        stacklevel=3,
+        " uninterrupted one. That is right for a checkpoint that was trained without FP8"
     )
 
 

@@ -17,7 +17,6 @@ import os
 import re
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Callable, MutableMapping
 from functools import cache
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..files.terminal import warn_user
 from .cpu.library import folders, private_folder
 
 
@@ -91,9 +91,7 @@ def _settle(environ: MutableMapping[str, str], name: str, whose: str, default: C
         return
     chosen = next(folder for folder in folders() if _writable(folder)) / whose.lower()
     environ[name] = str(chosen)
-    warnings.warn(
-        f"{whose} keeps its kernels in {chosen}: {why}; set {name} for another folder", stacklevel=4
-    )
+    warn_user(f"{whose} keeps its kernels in {chosen}: {why}; set {name} for another folder")
 
 
 def _writable(folder: Path) -> bool:

@@ -12,7 +12,6 @@ torch.compile cached on disk under an earlier version of this package would not 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends.base import CastRequest
+from ..files.terminal import warn_user
 from ..kernels.cast_dispatch import block_amaxes, in_memory
 from ..numerics.scaling import compute_scale
 from ..params.fp8_parameter import Fp8Parameter
@@ -399,10 +399,9 @@ def untrained_quantizer(quantizer: Quantizer) -> Quantizer:
 
 def warn_replaced_weight(name: str) -> None:
     """Warns that evaluation uses current scaling for the weight whose slot has this name."""
-    warnings.warn(
+    warn_user(
         f"{name} was replaced since training gave it a scale, which does not fit it: evaluation scales such weights by"
-        " their own largest magnitude, as training will from the iteration after its next",
-        stacklevel=2,
+        " their own largest magnitude, as training will from the iteration after its next"
     )
 
 

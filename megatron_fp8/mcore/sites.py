@@ -261,13 +261,13 @@ _built: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictio
 
 
 def register_model(module: torch.nn.Module) -> None:
-    """Lets ``prepare`` find a module as the model around a part. Layers and wrappers, Megatron-Core's and ours, are not."""
+    """Lets ``prepare`` find a module as the model around a part; leaves out Megatron-Core's layers and wrappers."""
     if is_model(module) or not type(module).__module__.startswith(("megatron.core.", "megatron_fp8.")):
         _built[module] = None
 
 
 def outermost_model(model: Any) -> Any:
-    """Returns the outermost module among the registered and still existing ones that contains this model, or the model."""
+    """Returns the outermost registered module that contains this model and still exists; without one, the model."""
     found = model
     for other in list(_built):
         if other is not found and any(part is found for part in other.modules()):

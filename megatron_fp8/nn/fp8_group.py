@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ..files.terminal import warn_user
 from ..plan.overrides import check_overrides_match
 from ..state.fp8_state import FAST_ACCUMULATION, Fp8State
 from ..state.iteration import IterationCounts, trains
@@ -313,9 +313,8 @@ class Fp8Group:
         """Warn once that a prepared model cannot be trained."""
         if not (self._said_untrainable or self.frozen):
             self._said_untrainable = True
-            warnings.warn(
-                f"train() of a model whose {UNTRAINABLE}; what is around them, such as adapters, may be trained",
-                stacklevel=3,
+            warn_user(
+                f"train() of a model whose {UNTRAINABLE}; what is around them, such as adapters, may be trained"
             )
 
 

@@ -7,12 +7,12 @@ warns once and marks the report.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..files.terminal import warn_user
 from .report import Row, keep_report, report_of
 
 if TYPE_CHECKING:
@@ -48,11 +48,10 @@ class Unused:
         if report is not None:
             self._marked = {row.name: row for row in report.rows if row.name in idle}
         _mark(group, idle, f"converted, but did not run in the first {LOOK_AFTER} iterations")
-        warnings.warn(
+        warn_user(
             f"{len(idle)} of {len(members)} FP8 linears did not run in the first {LOOK_AFTER} iterations"
             f" ({_shortened(idle)}): where other code reads a linear's weight, or no token was sent, nothing runs in FP8;"
-            " model.fp8_report marks them",
-            stacklevel=3,
+            " model.fp8_report marks them"
         )
 
     def _unmark(self, group: Fp8Group) -> None:
@@ -77,10 +76,9 @@ def note_replaced(group: Fp8Group, found: Collection[torch.nn.Module]) -> None:
     group.leave(*(sites for sites in group.sites if sites.linear is None or sites.name in names))
     if names:
         _mark(group, names, "replaced by a linear without FP8 since the conversion")
-        warnings.warn(
+        warn_user(
             f"converted linears were replaced by linears without FP8: {len(names)} ({_shortened(names)}); call"
-            " convert_to_fp8(model) again to run them in FP8",
-            stacklevel=3,
+            " convert_to_fp8(model) again to run them in FP8"
         )
 
 

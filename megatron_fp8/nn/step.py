@@ -7,7 +7,6 @@ accumulation, repeated calls of a module and recomputation do each of these seve
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..files.argument_check import check_optimizer
+from ..files.terminal import warn_user
 from ..state.collectives import checked_group
 from ..state.iteration import IterationCounts, in_backward, trains
 from .linear_usage_check import note_replaced
@@ -130,11 +130,10 @@ def _warn_nonfinite_weight(model: torch.nn.Module, nonfinite: int) -> bool:
         local = parameter.detach()
         local = local.to_local() if hasattr(local, "to_local") else local
         if local.is_floating_point() and not bool(local.isfinite().all()):
-            warnings.warn(
+            warn_user(
                 f"{nonfinite} of the values that FP8 linears cast in this iteration were NaN or Inf, and the optimizer"
                 f" stepped: {name} is no longer finite, nor will the loss be. Fp8Trainer and LossScaler skip such steps;"
-                " or call fp8_step(model) before optimizer.step(), and step only if its .nonfinite is 0",
-                stacklevel=5,
+                " or call fp8_step(model) before optimizer.step(), and step only if its .nonfinite is 0"
             )
             return True
     return False

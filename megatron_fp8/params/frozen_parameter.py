@@ -13,11 +13,11 @@ Rejected: storing both sides. The second one would double the memory that freezi
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 
+from ..files.terminal import warn_user
 from ..numerics import nvfp4
 from ..quantizer import Quantizer
 from ..tensor import Float8Tensor, QuantizedSide
@@ -58,12 +58,11 @@ class FrozenFp8Parameter(Fp8Parameter):
     """
 
     def _warn(self) -> None:
-        warnings.warn(
+        warn_user(
             f"a weight that is frozen as {self.rule.fmt.name} codes was changed, as by merge_adapter or"
             " merge_and_unload: the sum is rounded to codes again, which loses most of a small update, and unmerging does"
             " not restore the weight. Call megatron_fp8.nn.dequantize_weights(model, torch.float32) before merging, or"
-            " write the merged model with megatron_fp8.serve.save_quantized, which adds in float32",
-            stacklevel=2,
+            " write the merged model with megatron_fp8.serve.save_quantized, which adds in float32"
         )
 
     @property

@@ -15,13 +15,14 @@ torch's own kernel.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ..files.terminal import warn_user
 
 STUCK = 20
 """Consecutive overflows at the smallest scale after which training counts as stuck."""
@@ -87,11 +88,10 @@ class LossScaler:
             self.overflows += 1
             self.clean_steps = 0
             if self.scale == self.min_scale and self.overflows % STUCK == 0:
-                warnings.warn(
+                warn_user(
                     f"{self.overflows} steps in direct succession overflowed and were skipped, and the loss scale is at"
                     f" min_scale={self.min_scale:g}: weights or data hold NaN or Inf, or the learning rate is too high."
-                    " Go back to an earlier checkpoint",
-                    stacklevel=2,
+                    " Go back to an earlier checkpoint"
                 )
             if self.overflows >= self.hysteresis:
                 self.scale = max(self.scale * self.backoff_factor, self.min_scale)

@@ -11,9 +11,10 @@ a rounded sum, and adding to a zeroed buffer would change the order of additions
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+from ..files.terminal import warn_user
 
 LIMITS = {"nonfinite": 0.0, "overflows%": 1.0, "underflows%": 50.0}
 """Statistic -> its largest acceptable value. Percent of the values; nonfinite is a count."""
@@ -109,4 +110,4 @@ class MissingStats:
         self._warned.add(why)
         names = list(sites)
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        warnings.warn(f"{gap} {', '.join(names[:_NAMED])}{more}: {why}.", stacklevel=2)
+        warn_user(f"{gap} {', '.join(names[:_NAMED])}{more}: {why}.")

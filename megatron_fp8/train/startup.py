@@ -9,13 +9,12 @@ import math
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..files.run_lock import job_name
-from ..files.terminal import printable
+from ..files.terminal import printable, warn_user
 from ..mcore.iteration import guard_moves, set_training_length
 from ..mcore.report import site_report
 from ..mcore.sites import check_plan
@@ -233,7 +232,7 @@ def _add_site_notes(report: dict[str, Any], chunks: list[Any], folder: Path, fir
     try:
         write_report(report, folder)
     except OSError as error:
-        warnings.warn(f"{str(folder / 'report.json')!r} cannot be written ({error.strerror}).", stacklevel=2)
+        warn_user(f"{str(folder / 'report.json')!r} cannot be written ({error.strerror}).")
     if notes := format_notes(report["sites"]):
         print(notes, flush=True)
 

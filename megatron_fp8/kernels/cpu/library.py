@@ -23,11 +23,11 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...files.atomic_io import sync
+from ...files.terminal import warn_user
 
 
 def missing_compiler() -> str | None:
@@ -144,7 +144,7 @@ def folders() -> Iterator[Path]:
             text = (
                 f"compiled kernels are not taken from {folder}, but from a folder of this user alone: {why}"
             )
-            warnings.warn(text, RuntimeWarning, stacklevel=1)
+            warn_user(text, RuntimeWarning)
     alone = tempfile.mkdtemp(prefix="megatron_fp8-")
     atexit.register(shutil.rmtree, alone, ignore_errors=True)
     yield Path(alone).resolve()

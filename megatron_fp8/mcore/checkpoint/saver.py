@@ -24,7 +24,6 @@ from __future__ import annotations
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -46,6 +45,7 @@ from ...files.checkpoint import (
     not_finite_checkpoints,
     not_finite_name,
 )
+from ...files.terminal import warn_user
 from ...state.collectives import broadcast_value, first_rank_with, gather_to_first, sum_over_ranks
 from .store import Make, Prepared, Shards, prepare, root_cause, write_companions
 
@@ -156,10 +156,9 @@ class Saver:
         manifest.facts = {**manifest.facts, "not_finite": self.not_finite}
         if self._first:
             good = complete_checkpoints(self.folder)
-            warnings.warn(
+            warn_user(
                 f"iteration {manifest.iteration} is saved as {not_finite_name(manifest.iteration)}, since"
-                f" {self.not_finite} holds NaN or Inf: the checkpoint to go back to is {good[-1] if good else 'none'}.",
-                stacklevel=2,
+                f" {self.not_finite} holds NaN or Inf: the checkpoint to go back to is {good[-1] if good else 'none'}."
             )
 
     def _write(self, since: float, prepared: Prepared, manifest: Manifest, make: Make | None = None) -> None:
@@ -348,6 +347,4 @@ def _warn_if_not_removed(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(
-            f"{str(path)!r} cannot be removed ({error_text(error)}): remove it by hand.", stacklevel=4
-        )
+        warn_user(f"{str(path)!r} cannot be removed ({error_text(error)}): remove it by hand.")

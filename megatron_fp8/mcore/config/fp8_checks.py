@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig as Me
 
 from ...backends.transformer_engine import name as TE
 from ...backends.transformer_engine import unsupported_part
+from ...files.terminal import warn_user
 from ...fp8_utils import NVFP4_AS_FP8, get_fp8_recipe, quantizes, recipe_name_of, recipe_setting
 from ...numerics.formats import ROLES
 from ...numerics.rule import Rule
@@ -124,7 +124,7 @@ def announce_settings(config: TransformerConfig) -> None:
     if not quantizes(config):
         for relation in SILENT:
             if not relation.holds(config):
-                _warn(relation.words)
+                warn_user(relation.words)
     _warn_without_effect(config)
 
 
@@ -204,21 +204,23 @@ def _warn_without_effect(config: TransformerConfig) -> None:
     if quantizes(config) and not config.first_last_layers_bf16:
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             if is_set(name):
-                _warn(f"{name}={getattr(config, name)!r} has no effect with first_last_layers_bf16=False")
+                warn_user(f"{name}={getattr(config, name)!r} has no effect with first_last_layers_bf16=False")
     if is_set("fp8_high_precision_healing_parts") and not config.fp8_high_precision_healing:
         parts = config.fp8_high_precision_healing_parts
-        _warn(f"fp8_high_precision_healing_parts={parts!r} has no effect with fp8_high_precision_healing=0")
+        warn_user(
+            f"fp8_high_precision_healing_parts={parts!r} has no effect with fp8_high_precision_healing=0"
+        )
     if is_set("fp8_guard_patience") and not config.fp8_guard:
-        _warn(f"fp8_guard_patience={config.fp8_guard_patience!r} has no effect with fp8_guard=False")
+        warn_user(f"fp8_guard_patience={config.fp8_guard_patience!r} has no effect with fp8_guard=False")
     recipes = {recipe_name_of(config), *config.fp8_overrides.values()} & set(RECIPES)
     if not quantizes(config) or "nvfp4" not in recipes:
         for name in map("fp4_{}".format, FP4_OPTIONS):
             if is_set(name):
-                _warn(f"{name}={getattr(config, name)!r} has no effect without the recipe nvfp4")
+                warn_user(f"{name}={getattr(config, name)!r} has no effect without the recipe nvfp4")
     for switch in ("fp8", "fp4"):
         for name in (f"{switch}_recipe", f"{switch}_quantizer_factory"):
             if quantizes(config) and not getattr(config, switch) and is_set(name):
-                _warn(f"{name}={getattr(config, name)!r} has no effect because {switch} is None")
+                warn_user(f"{name}={getattr(config, name)!r} has no effect because {switch} is None")
     if not quantizes(config):
         for name in (
             "fp8_recipe",
@@ -233,19 +235,19 @@ def _warn_without_effect(config: TransformerConfig) -> None:
             "fp8_high_precision_healing_parts",
         ):
             if is_set(name):
-                _warn(
+                warn_user(
                     f"{name}={getattr(config, name)!r} has no effect because fp8 is None (training in BF16)"
                 )
         return
     if config.moe_fp8_dispatch and not config.num_moe_experts:
-        _warn("moe_fp8_dispatch=True has no effect without num_moe_experts")
+        warn_user("moe_fp8_dispatch=True has no effect without num_moe_experts")
     for name, field in _OF_SOME_RECIPES.items():
         if is_set(name) and not any(has_setting(recipe, field) for recipe in recipes):
-            _warn(
+            warn_user(
                 f"{name}={getattr(config, name)!r} has no effect with {recipe_setting(config)}={recipe_name_of(config)!r}"
             )
     if recipes <= {"custom", "nvfp4"} and is_set("fp8_pow2_scales"):
-        _warn(
+        warn_user(
             f"fp8_pow2_scales={config.fp8_pow2_scales!r} has no effect with"
             f" {recipe_setting(config)}={recipe_name_of(config)!r}"
         )
@@ -260,10 +262,6 @@ _OF_SOME_RECIPES = {
     "tp_only_amax_red": "amax_history_len",  # only histories use reduced amaxes
 }
 """Setting -> the field of a recipe that reads it."""
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=2)
 
 
 class _Other(NamedTuple):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from ...files.terminal import warn_user
 from .. import environment as compat
 from .patching import ImportedNames, Patch, PatchList, loaded_megatron_modules
 
@@ -39,11 +39,9 @@ without_te = PatchList()
 def without_missing_fusions(original: Callable[[Any], None], self: Any) -> None:
     """Switches off, with a warning, fused kernels that this machine lacks: unfused operators differ in rounding alone."""
     for name, (without, needs) in compat.missing_fusions(self).items():
-        warnings.warn(
+        warn_user(
             f"{name}={getattr(self, name)!r} needs {needs}, and this machine lacks it: {name}={without!r} is used, which"
-            " computes the same, up to rounding",
-            UserWarning,
-            stacklevel=4,
+            " computes the same, up to rounding"
         )
         setattr(self, name, without)
     original(self)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ...files.terminal import warn_user
 from ...telemetry.settings import Selection, TelemetrySettings, te_settings
 from ...telemetry.stat_registry import DEFAULT, TENSORS
 from ...telemetry.telemetry import require_wandb
@@ -215,10 +215,9 @@ def settle_warmup(train: TrainSection, optimizer: OptimizerSection) -> None:
     warmup, iterations = optimizer.lr_warmup_iters, train.train_iters
     if optimizer.lr_decay_iters is None and warmup >= iterations:
         optimizer.lr_warmup_iters = iterations // 10
-        warnings.warn(
+        warn_user(
             f"optimizer.lr_warmup_iters={warmup} leaves nothing of a run of {iterations} iterations: it warms up for"
-            f" {optimizer.lr_warmup_iters}.",
-            stacklevel=2,
+            f" {optimizer.lr_warmup_iters}."
         )
 
 

@@ -15,7 +15,6 @@ import sys
 import sysconfig
 import time
 import uuid
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from ...files.atomic_io import discard, error_text, read_regular, replace_file, 
 from ...files.checkpoint import digest
 from ...files.run_lock import LOCK, LockHeld, RunLock
 from ...files.strict_json import load_json
-from ...files.terminal import printable
+from ...files.terminal import printable, warn_user
 from .documents import (
     Document,
     DocumentRules,
@@ -110,10 +109,7 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
         if (
             folder.is_dir() and not (folder / LOCK).exists()
         ):  # with a lock it is being written, or its writer was killed
-            warnings.warn(
-                f"the prepared text in {str(folder)!r} is not used but written again: {problem}.",
-                stacklevel=2,
-            )
+            warn_user(f"the prepared text in {str(folder)!r} is not used but written again: {problem}.")
         try:
             _write_locked(files, tokenizer, folder, rules)
         except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import parse_and_nor
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from ...files.atomic_io import as_value_error, error_text, remedy
+from ...files.terminal import warn_user
 from ...state.collectives import own_device
 from ..config.sections import DataSection, TrainSection
 from ..health.skipped_samples import Range, place
@@ -95,7 +95,7 @@ def find_data(section: DataSection, tokenizer: Tokenizer, train: TrainSection | 
             if section.loss != "all":
                 corpus.check_mask(prefix)
         if empty := [path for path in files if path.is_file() and not path.stat().st_size][: len(files) - 1]:
-            warnings.warn(f"data.paths has empty files, such as {str(empty[0])!r}.", stacklevel=2)
+            warn_user(f"data.paths has empty files, such as {str(empty[0])!r}.")
         if files or not prefixes:
             files = files or corpus.standard_library_files()
             rules = DocumentRules(section.column, section.loss)
@@ -103,10 +103,9 @@ def find_data(section: DataSection, tokenizer: Tokenizer, train: TrainSection | 
             if train is not None and _lacks_validation(prefix, section, train):
                 size = sum(path.stat().st_size for path in files)
                 rules = replace(rules, piece_bytes=max(size // _PIECES, _LEAST_PIECE))
-                warnings.warn(
+                warn_user(
                     f"data.split={section.split!r} leaves nothing for validation of a text of {size:,} bytes in pieces of"
-                    f" {PIECE_BYTES:,}: it is cut into pieces of {rules.piece_bytes:,}, and validation takes its end.",
-                    stacklevel=2,
+                    f" {PIECE_BYTES:,}: it is cut into pieces of {rules.piece_bytes:,}, and validation takes its end."
                 )
                 prefix = corpus.prepare(files, tokenizer, cache_dir(section), rules)
             prefixes.append(prefix)
@@ -234,10 +233,9 @@ def _split_with_validation(prefixes: list[str], split: str, sizes: list[int], se
             new_split = ""
         if not new_split or ends[1] == ends[2] or not border:
             raise
-    warnings.warn(
+    warn_user(
         f"data.split={split!r} leaves too little for validation, which takes {100 * (ends[2] - border):.3g} % of the"
-        " documents, from the end of the training's.",
-        stacklevel=2,
+        " documents, from the end of the training's."
     )
     return new_split
 

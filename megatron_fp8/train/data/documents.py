@@ -12,7 +12,6 @@ import io
 import json
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -24,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ...files.atomic_io import error_text, open_regular
+from ...files.terminal import warn_user
 from .tokenizers import ChatTemplate, Spans, Tokenizer
 
 PIECE_BYTES = 1 << 16
@@ -128,16 +128,14 @@ class UnknownTokens:
     def warn(self) -> None:
         """Warn if there is such text."""
         if self.unknown:
-            warnings.warn(
+            warn_user(
                 f"data: the tokenizer has no token for {self.unknown:,} of {self.tokens:,} pieces of the text, which"
-                " all become its unknown token: is it the tokenizer for this text?",
-                stacklevel=2,
+                " all become its unknown token: is it the tokenizer for this text?"
             )
         if self.left_out:
-            warnings.warn(
+            warn_user(
                 f"data: the tokenizer has no token for {self.left_out:,} characters of the text, nor an unknown token:"
-                " they are left out. Is it the tokenizer for this text?",
-                stacklevel=2,
+                " they are left out. Is it the tokenizer for this text?"
             )
 
 
@@ -188,10 +186,9 @@ def files_of(path: Path) -> list[Path]:
         )
     other = next((str(file) for file in files if _OTHER_SPLIT.search(file.name)), None)
     if other:
-        warnings.warn(
+        warn_user(
             f"data.paths has the folder {str(path)!r}, and all its {len(files)} files are learned, {other!r} too: if it"
-            " is a split of its own, give the training files by their names.",
-            stacklevel=2,
+            " is a split of its own, give the training files by their names."
         )
     return files
 

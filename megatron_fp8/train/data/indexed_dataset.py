@@ -25,7 +25,6 @@ import json
 import math
 import os
 import uuid
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +39,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, _BinReader
 from ...files.atomic_io import as_value_error, discard, error_text, read_regular, require_regular, write_file
 from ...files.checkpoint import digest
 from ...files.strict_json import load_json
+from ...files.terminal import warn_user
 from ..stop import TrainingFailed
 from .corpus import check_indexed, fingerprint, mask_of, sampled_digest
 
@@ -102,9 +102,7 @@ class _Files(_BinReader):
                 f"{path!r} holds other bytes than when training started: the data changed while it was read. Restore it"
                 " and resume from the last checkpoint."
             )
-        warnings.warn(
-            f"{path!r} was written since training started; samples of it are as they were.", stacklevel=2
-        )
+        warn_user(f"{path!r} was written since training started; samples of it are as they were.")
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
         """`count` ids of `dtype` from byte `offset` on: [count]. Raises CorpusChanged if the file ends earlier."""
@@ -197,10 +195,7 @@ def index_folder(kept: Path, name: str) -> Path:
     if cached.is_dir():
         if not (problem := damage(cached)):
             return cached
-        warnings.warn(
-            f"the indices of samples in {str(cached)!r} are not used but built again: {problem}.",
-            stacklevel=2,
-        )
+        warn_user(f"the indices of samples in {str(cached)!r} are not used but built again: {problem}.")
     with as_value_error(
         f"data.cache_dir={str(kept.parent)!r} cannot be written",
         ": give another folder with --data.cache_dir.",

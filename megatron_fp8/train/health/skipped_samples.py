@@ -13,7 +13,6 @@ has a checksum like a manifest; earlier versions wrote only the list, without a 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from ...files.atomic_io import as_value_error, replace_file
 from ...files.manifest import read_with_checksum, with_checksum
 from ...files.strict_json import COUNT, check_shape
+from ...files.terminal import warn_user
 
 FILE = "left_out.json"
 _RECORDS, _LARGEST = "left_out", 1 << 24
@@ -49,10 +49,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
         if isinstance(content, dict):
             content = content.get(_RECORDS)
         else:
-            warnings.warn(
-                f"{str(path)!r} is of an earlier version, which had no checksum: it is used unchecked.",
-                stacklevel=2,
-            )
+            warn_user(f"{str(path)!r} is of an earlier version, which had no checksum: it is used unchecked.")
         _check(content)
     except FileNotFoundError:
         return []

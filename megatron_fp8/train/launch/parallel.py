@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from ... import kernels
 from ...files.resource_limits import check_files, check_threads, raise_files, usable_cores
-from ...files.terminal import print_rank_0
+from ...files.terminal import print_rank_0, warn_user
 from ...kernels.torch_products import replace_slow
 from ...plan.timing import unused_gpu_reason
 from ...state.collectives import first_rank_with
@@ -198,7 +197,7 @@ def _threads(launch: Launch, environ: Mapping[str, str] = os.environ) -> int:
 def warn_unused_gpu() -> None:
     """Warn where training runs on the CPU of a machine that has a GPU."""
     if unused := unused_gpu_reason():
-        warnings.warn(f"this machine has a GPU that is not used: {unused}", stacklevel=2)
+        warn_user(f"this machine has a GPU that is not used: {unused}")
 
 
 def look_at_gpu_machine(processes: int) -> None:
@@ -206,12 +205,11 @@ def look_at_gpu_machine(processes: int) -> None:
     reason = kernels.refusal(torch.device("cuda", torch.cuda.current_device()))
     if reason is not None:
         torch.compiler.set_stance("force_eager")  # Triton also compiles Megatron-Core's fused functions
-        warnings.warn(f"{reason}. Without kernels training is slow, in FP8 most of all", stacklevel=2)
+        warn_user(f"{reason}. Without kernels training is slow, in FP8 most of all")
     if (cores := usable_cores()) < processes:
-        warnings.warn(
+        warn_user(
             f"{processes} processes of this node may use {cores} CPU core{'s' * (cores > 1)}, and each needs its own"
-            " to keep its GPU busy: under SLURM ask for whole nodes (--exclusive) or for --cpus-per-task",
-            stacklevel=2,
+            " to keep its GPU busy: under SLURM ask for whole nodes (--exclusive) or for --cpus-per-task"
         )
 
 

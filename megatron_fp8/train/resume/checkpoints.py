@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,6 +28,7 @@ from ...files.checkpoint import (
     read_manifest,
 )
 from ...files.run_lock import job_name
+from ...files.terminal import warn_user
 from ...mcore import checkpoint
 from ...mcore.checkpoint.saver import SaveError, Saver
 from ..config.run_config import RunConfig
@@ -147,16 +147,13 @@ def _start_of_this_job(run: RunConfig, named: Path) -> Path:
             return named
         base = parent_checkpoint.find(folder)
     except ValueError as error:
-        warnings.warn(
-            f"this attempt goes on from {named}, the earlier ones may not have: {error}", stacklevel=2
-        )
+        warn_user(f"this attempt goes on from {named}, the earlier ones may not have: {error}")
         return named
     if base is None or same_place(base, named):
         return named
-    warnings.warn(
+    warn_user(
         f"--resume={run.resume} now selects {named}. Training goes on from {base}, where this job began before: a new"
-        " job would start from the former.",
-        stacklevel=2,
+        " job would start from the former."
     )
     return base
 
@@ -189,18 +186,16 @@ def _say_what_is_passed_over(folder: Path, start: Path | None) -> None:
     """Warn of newer checkpoints than the chosen one: not finite ones, and those that `latest` does not name."""
     for path in complete_checkpoints(folder)[-1:]:
         if start and iteration_of(path) > iteration_of(start):
-            warnings.warn(
+            warn_user(
                 f"{str(folder / LATEST)!r} names {start.name}, and {path.name} is newer. Training goes on from the first,"
                 " and moves the other out of the way: where it did not go back on purpose, --resume of that one goes on"
-                " from there.",
-                stacklevel=2,
+                " from there."
             )
     for path in not_finite_checkpoints(folder)[-1:]:
         good = iteration_of(start) if start and start.parent == folder else -1
         if int(path.name.rpartition("_")[2]) > good:
-            warnings.warn(
-                f"{str(path)!r} holds NaN or Inf and is passed over: training goes on from {start or 'the beginning'}.",
-                stacklevel=2,
+            warn_user(
+                f"{str(path)!r} holds NaN or Inf and is passed over: training goes on from {start or 'the beginning'}."
             )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from ...files.checkpoint import read_manifest
 from ...files.manifest import LARGEST, MANIFEST, read_with_checksum, with_checksum
 from ...files.run_lock import job_name
 from ...files.strict_json import COUNT, check_shape
+from ...files.terminal import warn_user
 
 FILE = "started_from.json"
 _LARGEST = 1 << 16
@@ -116,10 +116,9 @@ def put_back(folder: Path, text: str | None) -> None:
     try:
         (folder / FILE).unlink() if text is None else replace_file(folder / FILE, text)
     except OSError as error:
-        warnings.warn(
+        warn_user(
             f"{str(folder / FILE)!r} is of the refused start and could not be removed ({error_text(error)}): remove it"
-            " before --resume=auto.",
-            stacklevel=2,
+            " before --resume=auto."
         )
 
 
@@ -131,6 +130,6 @@ def iterations_before(folder: Path) -> int:
     try:
         started = read(folder)
     except ValueError as error:
-        warnings.warn(str(error), stacklevel=2)
+        warn_user(str(error))
         return 0
     return started.iteration if started is not None else 0
