@@ -31,7 +31,7 @@ from megatron_fp8.params.shards import quantize_shards
 from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.state.arena import Arena
 from megatron_fp8.state.fp8_state import Fp8State
-from megatron_fp8.train.launch.parallel import be_deterministic
+from megatron_fp8.train.launch.parallel import set_deterministic
 
 HOST = torch.device("cpu")
 
@@ -47,7 +47,7 @@ def checks() -> dict[str, Callable[[Machine], str]]:
 
         def check(machine: Machine, name: str = name) -> str:
             on_gpu(machine, name)
-            be_deterministic()
+            set_deterministic()
             return f"{layers(name)}; with experts {layers(name, replace(TINY, experts=4))}"
 
         found[f"fused {name}"] = check

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu_common import Machine, supported
 from benchmarks.gpu_models import DRY, TINY, Training
 from megatron_fp8.train import cuda_graph
-from megatron_fp8.train.launch.parallel import be_deterministic
+from megatron_fp8.train.launch.parallel import set_deterministic
 
 GRAPHS = ("delayed", "tensorwise", "blockwise")
 
@@ -31,7 +31,7 @@ def training(machine: Machine, name: str) -> str:
     """A GPT on Megatron-Core, one rank: losses follow the emulated backend's, and are the same twice, to the bit."""
     supported(machine, name)
     if not machine.dry:
-        be_deterministic()
+        set_deterministic()
     steps = 2 if machine.dry else 12
 
     def losses(backend: str) -> list[float]:
@@ -61,7 +61,7 @@ def graph_training(machine: Machine, name: str) -> str:
     """
     supported(machine, name)
     if not machine.dry:
-        be_deterministic()
+        set_deterministic()
     steps = cuda_graph.EAGER_ITERATIONS + (2 if machine.dry else 7)
 
     def losses(graphs: bool, fp8_param: bool = False) -> list[float]:

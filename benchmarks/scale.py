@@ -275,7 +275,7 @@ def replicas(ranks: int) -> dict[str, float]:
 
     from megatron_fp8.files.checkpoint import read_metadata
     from megatron_fp8.mcore.checkpoint.store import Shards, prepare
-    from megatron_fp8.mcore.optimizer.sharded_state import cut
+    from megatron_fp8.mcore.optimizer.sharded_state import split_into_boxes
 
     def state(runs: list[tuple[str, tuple[int, ...], int, int]]) -> dict[str, Any]:
         found = {}
@@ -285,7 +285,7 @@ def replicas(ranks: int) -> dict[str, float]:
             )
             for kind, dtype in KINDS.items():
                 value = torch.empty(end - start, dtype=dtype, device="meta")
-                found[kind + name] = cut(whole, kind + name, value, start, replica=0)
+                found[kind + name] = split_into_boxes(whole, kind + name, value, start, replica=0)
         return found
 
     with TemporaryDirectory() as folder, gc_paused():

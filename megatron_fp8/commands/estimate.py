@@ -49,7 +49,7 @@ def _estimate(options: argparse.Namespace, run_options: list[str]) -> None:
     from ..estimate.device import device
     from ..estimate.estimate import estimate, in_bf16
     from ..estimate.fp8_speedup import fp4_note, group_sites, site_speedups
-    from ..estimate.memory_fit import RESERVE, fit
+    from ..estimate.memory_fit import RESERVE, check_fit
     from ..estimate.text import format_estimate, unsure
     from ..fp8_utils import quantizes
     from ..study.support_matrix import native_support
@@ -77,7 +77,7 @@ def _estimate(options: argparse.Namespace, run_options: list[str]) -> None:
     notes = (*fp4_note(settings.model, target), *(() if native is None else native.notes))
     estimated = estimate(settings, target, has_device=has_device)
     sites = list(site_speedups(estimated.settings, target))
-    fits = fit(estimated, target, reserve) if has_device else None
+    fits = check_fit(estimated, target, reserve) if has_device else None
     bf16 = estimate(in_bf16(settings), target, has_device=has_device) if quantizes(settings.model) else None
     if not options.json:
         print(format_estimate(estimated, bf16, fits, group_sites(sites), doubt, notes))

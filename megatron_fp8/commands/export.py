@@ -67,7 +67,7 @@ def _export(options: argparse.Namespace) -> None:
     from ..huggingface.checkpoint_reader import open_source
     from ..huggingface.exporter import export
     from ..huggingface.formats import FORMATS
-    from ..huggingface.weight_plan import Wanted
+    from ..huggingface.weight_plan import ExportOptions
     from ..inference.calibration import load_calibration
 
     form = FORMATS.get(options.format)
@@ -81,7 +81,7 @@ def _export(options: argparse.Namespace) -> None:
     for name in ("vocab_size", "max_position_embeddings"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}={value} must be at least 1.")
-    request = Wanted(
+    request = ExportOptions(
         form=form,
         ignore=tuple(options.ignore),
         follow_training=not options.quantize_all,

@@ -39,13 +39,13 @@ def _parser() -> CommandParser:
 
 def _inspect(options: argparse.Namespace) -> None:
     from ..files.checkpoint import check_files, find_checkpoint, read_manifest
-    from ..train.run_record import trained_beyond
+    from ..train.run_record import later_training_note
 
     folder = find_checkpoint(Path(options.checkpoint))
     if options.check:
         check_files(folder, read_manifest(folder))
     description = describe(folder)
-    description["notes"] += trained_beyond(Path(options.checkpoint), folder)
+    description["notes"] += later_training_note(Path(options.checkpoint), folder)
     if options.check:
         description["not_finite"] = _not_finite(folder) or description["not_finite"]
     if options.json:

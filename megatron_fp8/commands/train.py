@@ -118,15 +118,15 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         lost = None
         if launch.world_size > 1:
-            from ..train.health.stack_dump import lost_before_training
+            from ..train.health.stack_dump import explain_lost_rank_at_start
 
-            lost = lost_before_training(error)
+            lost = explain_lost_rank_at_start(error)
         code = EXIT_FAILED if lost else exit_code(error)
         return refuse(
             lost or name_deterministic_setting(error), debug=debug, tell=launch.barrier.tell, code=code
         )
     from ..mcore.checkpoint.saver import SaveError
-    from ..train.health.stack_dump import lost_rank
+    from ..train.health.stack_dump import explain_lost_rank
     from ..train.resume.checkpoints import checkpoint_before
     from ..train.stop import TrainingFailed
 
@@ -141,7 +141,7 @@ def _run(arguments: list[str], launch: Any, stop: Any, debug: bool) -> int:
         if explained is error:
             watchdog, run = trainer.stepper.watchdog, trainer.run
             saved = checkpoint_before(run, 2**31, trainer.started)
-            explained = lost_rank(error, watchdog.phase, watchdog.differing_ranks(), saved) or error
+            explained = explain_lost_rank(error, watchdog.phase, watchdog.differing_ranks(), saved) or error
         if explained is not error or limit_reached(error):
             return refuse(explained, debug=debug, tell=launch.barrier.tell, code=EXIT_FAILED)
         traceback.print_exc()

@@ -40,7 +40,7 @@ from ..train.launch.config_consistency import agree_on_inputs
 from ..train.model import build_chunks
 from ..train.resume import checkpoint_compat
 from ..train.resume.restore import ONE_STAGE, join, read_run
-from ..train.run_record import RunRecord, run_folder_of, trained_beyond
+from ..train.run_record import RunRecord, later_training_note, run_folder_of
 from .checkpoint_runner import CheckpointRunner
 from .diagnosis import Diagnosis
 
@@ -180,7 +180,7 @@ def replay(
             f"the checkpoint {str(folder)!r} does not say what data its run has read: it was saved from Python, or"
             " imported; diagnose a model from Python with megatron_fp8.diagnose(model, loss_of, batches)"
         )
-    saved, beyond = checkpoint_compat.run_of_manifest(manifest), trained_beyond(Path(checkpoint), folder)
+    saved, beyond = checkpoint_compat.run_of_manifest(manifest), later_training_note(Path(checkpoint), folder)
     if beyond and (now := RunRecord(run_folder_of(folder)).config()).get("model"):
         saved = now  # the run's settings: the checkpoint may be an import, which no recipe trained
         beyond.append(f"settings are those of {run_folder_of(folder) / 'config.yaml'}, which trained on")

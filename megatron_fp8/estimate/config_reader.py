@@ -26,10 +26,10 @@ from ..mcore.config.rules import (
     Rule,
     check,
     check_relation,
+    format_value,
     list_of,
     one_of,
     optional,
-    shown,
     text,
 )
 from ..plan.overrides import check_overrides, check_overrides_match
@@ -48,7 +48,7 @@ from ..train.config.sections import (
     check_decay,
     check_rewinds,
     check_telemetry,
-    settle_warmup,
+    shorten_warmup,
 )
 from .model import Model
 from .parameter_counts import chunk_parameters
@@ -124,7 +124,7 @@ def read(options: list[str], gpus: int | None = None) -> Settings:
         ValueError: a key is unknown, a value is out of range, sizes are not divisible, or the model has an
             unsupported part; the message names the key and the remedy.
     """
-    return settle(given_keys(options), gpus)
+    return resolve(given_keys(options), gpus)
 
 
 def given_keys(options: list[str]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def given_keys(options: list[str]) -> dict[str, Any]:
     return read_options(options, _kinds(), _rule_of)[0]
 
 
-def settle(given: dict[str, Any], gpus: int | None = None) -> Settings:
+def resolve(given: dict[str, Any], gpus: int | None = None) -> Settings:
     """The settings from values by dotted key; otherwise as ``read``."""
     sections: dict[str, Any] = {}
     for name in _SECTIONS:
@@ -201,7 +201,7 @@ def _check_together(sections: dict[str, Any], model: Model, guard: Any) -> None:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # train shows the warning
-        settle_warmup(train, optimizer)
+        shorten_warmup(train, optimizer)
     check_decay(train, optimizer)
     check_telemetry(telemetry)
     check_rewinds(train, checkpoint, telemetry, guard)
@@ -230,13 +230,15 @@ def _model(section: dict[str, Any], given: dict[str, Any], positions: int) -> Mo
     refuse_recipe_alone(section.get("fp8_recipe"), fp8_given="fp8" in section)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not section.get(name):
-            problem = f"={shown(section[name])} must be at least 1" if name in section else " is missing"
+            problem = (
+                f"={format_value(section[name])} must be at least 1" if name in section else " is missing"
+            )
             raise ValueError(f"model.{name}{problem}: give it, or a config such as --config tiny_gpt_cpu.")
     for name, usual in UNKNOWN_SHAPES.items():
         if section.get(name, usual) != usual:
             raise ValueError(
-                f"model.{name}={shown(section[name])}: no estimate is known for it. Leave it {shown(usual)} to have one"
-                " of the rest."
+                f"model.{name}={format_value(section[name])}: no estimate is known for it. Leave it"
+                f" {format_value(usual)} to have one of the rest."
             )
     read = {field.name for field in dataclasses.fields(Model)} - {"positions", "fp8_overrides", "fp8_options"}
     values = {name: section[name] for name in read & section.keys()}

@@ -42,7 +42,7 @@ class Fit:
         return self.needed <= self.there
 
 
-def fit(found: Estimate, device: Device, reserve: float = RESERVE) -> Fit:
+def check_fit(found: Estimate, device: Device, reserve: float = RESERVE) -> Fit:
     """Checks whether the run fits in the device's memory, and if not, which change helps."""
     available, needed = int(device.memory * (1 - reserve)), found.fullest.total
     smallest = needed

@@ -83,7 +83,7 @@ def _tokenizer_file(source: Source) -> str | None:
     return tokenizer_file(source.run.get("data", {}).get("tokenizer"), source.folder)
 
 
-def write_companions(folder: Path, source: Source, config: dict[str, Any], like: Path | None) -> None:
+def write_aux_files(folder: Path, source: Source, config: dict[str, Any], like: Path | None) -> None:
     """Write config.json, generation config and tokenizer, from the directory `like` or the run."""
     write_json(folder / CONFIG, config)
     tokenizer = _tokenizer_file(source)

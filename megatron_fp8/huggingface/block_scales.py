@@ -79,14 +79,14 @@ def _blocks(section: dict[str, Any]) -> Heads | None:
 # ------------------------------------------------------------------------------------------------------------- export
 
 
-def came_as_blocks(source: WeightSource, entry: Entry) -> bool:
+def has_block_scales(source: WeightSource, entry: Entry) -> bool:
     """Whether the checkpoint stores block scales for this tensor."""
     return source.stored_dtype(scales_key(entry.megatron)) is not None
 
 
-def came_in_high_precision(source: WeightSource, listed: list[Entry]) -> set[str]:
+def high_precision_linears(source: WeightSource, listed: list[Entry]) -> set[str]:
     """Linears that were not in blocks in a block-FP8 directory; none if the checkpoint has no such scales."""
-    if not source.origin.was_in_blocks and not any(came_as_blocks(source, entry) for entry in listed):
+    if not source.origin.was_in_blocks and not any(has_block_scales(source, entry) for entry in listed):
         return set()
     plain = [
         entry
@@ -100,7 +100,9 @@ def came_in_high_precision(source: WeightSource, listed: list[Entry]) -> set[str
     return {part.removesuffix(".weight") for entry in plain for part in entry.parts}
 
 
-def as_it_came(source: WeightSource, entry: Entry, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def original_codes(
+    source: WeightSource, entry: Entry, parts: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Codes and scales by name, byte-identical to the imported directory, for the parts of a checkpoint's
     tensor.
 

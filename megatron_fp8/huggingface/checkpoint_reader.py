@@ -28,7 +28,7 @@ from ..state.arena import is_slot_key
 from ..state.guard import as_overrides
 from ..train.config.model_fields import differences, kind_of
 from ..train.resume.checkpoint_compat import IMPORTED
-from ..train.run_record import trained_beyond
+from ..train.run_record import later_training_note
 from .architectures import Entry
 from .directory import Tensors
 from .weight_decoder import scale_name
@@ -70,19 +70,19 @@ class SourceMetadata:
         for name, why in self.lost.items():
             by_reason.setdefault(why, []).append(name)
         found = [
-            f"scales of {len(names)} FP8 weight(s) are not kept ({some(names)}): {why}"
+            f"scales of {len(names)} FP8 weight(s) are not kept ({first_names(names)}): {why}"
             for why, names in by_reason.items()
         ]
         floats = [entry.parts[0] for entry in listed if entry.megatron in self.floats and not entry.copy]
         if floats:
             found.append(
-                f"{len(floats)} tensor(s) beside the FP8 weights are float32 or float16 ({some(floats)}):"
+                f"{len(floats)} tensor(s) beside the FP8 weights are float32 or float16 ({first_names(floats)}):"
                 " --format=fp8-block writes them as they came; training and other exports round them to the run's dtype"
             )
         return found
 
 
-def some(names: Any) -> str:
+def first_names(names: Any) -> str:
     """The first few names, and the number of others."""
     listed = list(names)
     return ", ".join(listed[:_NAMED]) + (", ..." if len(listed) > _NAMED else "")
@@ -238,7 +238,7 @@ def open_source(path: Path, run: dict[str, Any] | None = None) -> Source:
     _check_types(folder, section, len(metadata.state_dict_metadata))
     with as_value_error(f"the checkpoint {str(folder)!r} cannot be exported", errors=ValueError):
         origin = source_metadata_of(manifest.facts.get(FACT))
-    notes = [*missing_checksum_note(manifest), *trained_beyond(path, folder)]
+    notes = [*missing_checksum_note(manifest), *later_training_note(path, folder)]
     return Source(folder, section, run, metadata, manifest.facts.get("tokenizer"), notes, origin)
 
 

@@ -65,7 +65,7 @@ def new_directory(path: Path) -> Iterator[Path]:
         )
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        with written(path):
+        with name_write_errors(path):
             unfinished.mkdir(parents=True)
             yield unfinished
             for entry in [*unfinished.rglob("*"), unfinished]:
@@ -77,7 +77,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def written(path: Path) -> Iterator[None]:
+def name_write_errors(path: Path) -> Iterator[None]:
     """Context: turns disk errors into a ValueError that names the directory."""
     try:
         yield

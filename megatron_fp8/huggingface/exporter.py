@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from .architectures import fused_latents
-from .aux_files import describe, write_companions
+from .aux_files import describe, write_aux_files
 from .checkpoint_reader import Source
 from .config import exported_architecture
 from .directory import CONFIG, new_directory, read_json, write_json, write_tensors
-from .formats import WeightFormat, hf_quant_config, quantization_config, with_what_it_says
-from .weight_plan import Progress, Wanted, WeightPlan
+from .formats import WeightFormat, hf_quant_config, quantization_config, with_source_settings
+from .weight_plan import ExportOptions, Progress, WeightPlan
 
 
 @dataclass
-class Exported:
+class ExportResult:
     """What was written: config, tensor files, number of quantized linears, names of the others, and notes on
     what of --like was not used and what engines misread."""
 
@@ -32,7 +32,7 @@ class Exported:
     notes: list[str]
 
 
-def export(source: Source, out: Path, wanted: Wanted, progress: Progress) -> Exported:
+def export(source: Source, out: Path, wanted: ExportOptions, progress: Progress) -> ExportResult:
     """Write `source` into the new directory `out`.
 
     Raises ValueError, and leaves no files: no family computes the same, a tensor is missing, unexpected or of
@@ -57,15 +57,15 @@ def export(source: Source, out: Path, wanted: Wanted, progress: Progress) -> Exp
                 assert plan.recipe is not None
                 theirs = read_json(wanted.like / CONFIG).get("quantization_config") or {}
                 all_came = plan.came.union(plan.stays).issuperset(entry.megatron for entry in plan.listed)
-                config["quantization_config"], more = with_what_it_says(
+                config["quantization_config"], more = with_source_settings(
                     config["quantization_config"], theirs, None if all_came else plan.recipe.rule("weight")
                 )
                 notes += more
         files = write_tensors(folder, plan.tensors(progress), wanted.shard_bytes)
-        write_companions(folder, source, config, wanted.like)
+        write_aux_files(folder, source, config, wanted.like)
     linears = sum(map(len, plan.sites.values()))
     quantized = linears - len(plan.high_precision) if wanted.form else 0
-    return Exported(config, files, quantized, plan.kept(), notes)
+    return ExportResult(config, files, quantized, plan.kept(), notes)
 
 
 def _reader_notes(

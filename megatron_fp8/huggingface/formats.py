@@ -337,7 +337,7 @@ def hf_quant_config(
     }
 
 
-def with_what_it_says(
+def with_source_settings(
     ours: dict[str, Any], theirs: Mapping[str, Any], anew: Rule | None
 ) -> tuple[dict[str, Any], list[str]]:
     """DeepSeek's form of `quantization_config`, with the scale settings of a similar directory, and notes on

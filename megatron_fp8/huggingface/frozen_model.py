@@ -44,8 +44,8 @@ from .weight_decoder import (
     check_readable,
     check_scale,
     fp4_weights,
-    is_companion,
     is_of_cache,
+    is_scale,
     read_factor,
     read_weight,
     scale_name,
@@ -135,7 +135,7 @@ def _fill(model: Any, tensors: Tensors, quantized: set[str], dtype: torch.dtype,
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - wanted.keys()
     names = tensors.names()
     for name in sorted(names - wanted.keys() - tied):
-        if not (is_companion(name) or is_of_cache(name)):
+        if not (is_scale(name) or is_of_cache(name)):
             raise ValueError(f"{folder!r} has {name}, which {type(model).__name__} has not.")
     for name, empty in wanted.items():
         if name not in names:

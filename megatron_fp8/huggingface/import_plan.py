@@ -22,7 +22,7 @@ from ..params.block_codes import is_scales_key, scales_key
 from ..state.collectives import broadcast_value, first_rank_with
 from .architectures import Entry
 from .block_scales import block_scales
-from .directory import Tensors, new_directory, written
+from .directory import Tensors, name_write_errors, new_directory
 from .layout import heads_of, interleave, join_qkv, megatron_shape, pad_rows
 from .weight_decoder import read_weight, scale_name
 
@@ -194,7 +194,7 @@ class Sharing:
         succeeded."""
         with ExitStack() as stack:
             folder = self.first(lambda: stack.enter_context(new_directory(path)))
-            with written(path):
+            with name_write_errors(path):
                 yield folder
             self.first(stack.pop_all().close)
 

@@ -32,7 +32,7 @@ from ..numerics.formats import E2M1
 from ..state.collectives import sum_over_ranks, union
 from ..train.data.tokenizers import load_tokenizer
 from .architectures import Architecture, Entry, entries, fused_rows, layers_of_experts
-from .checkpoint_reader import FACT, SourceMetadata, floats_of, some
+from .checkpoint_reader import FACT, SourceMetadata, first_names, floats_of
 from .config import architecture_of, check_types, model_section
 from .directory import (
     CONFIG,
@@ -47,7 +47,14 @@ from .directory import (
 from .import_plan import ImportPlan, Sharing, high_precision
 from .layout import part_shapes
 from .moe import names_of_experts
-from .weight_decoder import check_readable, fp4_weights, is_companion, is_of_cache, left_out, scale_name
+from .weight_decoder import (
+    check_readable,
+    dropped_scale_notes,
+    fp4_weights,
+    is_of_cache,
+    is_scale,
+    scale_name,
+)
 
 LONGEST_SEQUENCE = 4096
 """Largest sequence length in an imported run's config, even if the model supports more."""
@@ -67,7 +74,7 @@ _IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 
 
 @dataclass
-class Imported:
+class ImportResult:
     """What was imported.
 
     Attributes:
@@ -95,7 +102,7 @@ def import_directory(
     progress: Progress,
     tokenizer: Path | None = None,
     sharing: Sharing | None = None,
-) -> Imported:
+) -> ImportResult:
     """Create the run `run_dir` from the directory `source`.
 
     Args:
@@ -114,7 +121,7 @@ def import_directory(
         )
         tensors = sharing.each(lambda: _open_tensors(source, opened))
         folder = opened.enter_context(sharing.new_directory(run_dir))
-        listed = sharing.each(lambda: checked_entries(source, config, section, tensors))
+        listed = sharing.each(lambda: check_entries(source, config, section, tensors))
         sharing.first(lambda: _check_copies(source, tensors, listed, section))
         halves = not config.get("rope_interleave", True)
         incoming = sharing.each(lambda: ImportPlan(tensors, sharing.part(listed, tensors), section, halves))
@@ -133,7 +140,7 @@ def import_directory(
     tied = section["share_embeddings_and_output_weights"]
     without_padding = parameters - (1 if tied else 2) * padding * section["hidden_size"]
     name = architecture_of(config).name
-    return Imported(
+    return ImportResult(
         name,
         without_padding,
         len(quantized) - fp4,
@@ -165,7 +172,7 @@ def _read_config(source: Path, tokenizer: Path | None) -> tuple[dict[str, Any], 
     return config, section, tokenizer or find_tokenizer(source)
 
 
-def checked_entries(
+def check_entries(
     source: Path, config: dict[str, Any], section: dict[str, Any], tensors: Tensors
 ) -> list[Entry]:
     """All tensors of the model; checks that they exist with their shapes, without reading them. Completes the
@@ -230,7 +237,7 @@ def _check_tensors(source: Path, tensors: Tensors, listed: list[Entry], section:
                 f" Take it out of the file, or correct {INDEX}."
             )
     for name in sorted(names - set(expected)):
-        weight = f"{name.rpartition('.')[0]}.weight" if is_companion(name) else name
+        weight = f"{name.rpartition('.')[0]}.weight" if is_scale(name) else name
         tied = weight == _HEAD and section["share_embeddings_and_output_weights"]
         if not ((weight in expected) or tied or is_of_cache(name) or name.endswith(_IGNORED)):
             raise ValueError(f"{str(source)!r} has {name}, which its config.json does not ask for.")
@@ -269,7 +276,7 @@ def _notes(
     config: dict[str, Any], listed: list[Entry], tensors: Tensors, origin: SourceMetadata
 ) -> list[str]:
     """Notes on what an export of the run will not reproduce from the directory."""
-    found = [*origin.notes(listed), *left_out(config, tensors.names())]
+    found = [*origin.notes(listed), *dropped_scale_notes(config, tensors.names())]
     first = {entry.megatron: entry.parts[0] for entry in listed if not entry.copy}
     others = [
         entry.parts[0]
@@ -280,11 +287,12 @@ def _notes(
     ]
     if others:
         found.append(
-            f"{len(others)} tensor(s) go out as what they are copies of, and are stored otherwise here ({some(others)})"
+            f"{len(others)} tensor(s) go out as what they are copies of, and are stored otherwise here"
+            f" ({first_names(others)})"
         )
     if strays := tensors.strays:
         found.append(
-            f"{len(strays)} file(s) of tensors are there and not read ({some(strays)}): no index names them"
+            f"{len(strays)} file(s) of tensors are there and not read ({first_names(strays)}): no index names them"
         )
     return found
 

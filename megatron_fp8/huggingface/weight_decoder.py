@@ -74,7 +74,7 @@ _GROUPED = {"mxfp8-quantized": (8, "group", 32), "nvfp4-pack-quantized": (4, "te
 _ALGORITHMS = ("FP8", "MXFP8", "NVFP4", "W4A16_NVFP4")  # modelopt's
 
 
-def left_out(config: Mapping[str, Any], names: Set[str]) -> list[str]:
+def dropped_scale_notes(config: Mapping[str, Any], names: Set[str]) -> list[str]:
     """Notes on scales of inputs, outputs and caches, which an import drops."""
     scheme = (config.get("quantization_config") or {}).get("activation_scheme")
     inputs = _count(names, _INPUTS)
@@ -112,7 +112,7 @@ def scale_name(weight: str, names: Set[str]) -> str | None:
     return present[0] if present else None
 
 
-def is_companion(name: str) -> bool:
+def is_scale(name: str) -> bool:
     """Whether a tensor belongs to a quantized linear: a scale of its weight, inputs, or outputs in an FP8 cache."""
     return name.rpartition(".")[2] in (*_WEIGHTS, *_TENSORS, *_INPUTS, *_OUTPUTS)
 

@@ -21,7 +21,7 @@ from ..plan.cast_spec import CastSpecs
 from ..plan.overrides import FORMATS, matching_overrides
 from ..recipe import Float8CurrentScaling, Recipe
 from .architectures import Architecture, Entry, entries, fused_latents, gemms, never_fp8
-from .block_scales import as_it_came, came_as_blocks, came_in_high_precision
+from .block_scales import has_block_scales, high_precision_linears, original_codes
 from .checkpoint_reader import WeightSource
 from .formats import WeightFormat, encode, kv_scale, static_input_scale, weight_recipe
 from .layout import heads_of, megatron_shape, split_qkv
@@ -31,7 +31,7 @@ Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExportOptions:
     """Options of an export or a stream.
 
     Attributes:
@@ -91,7 +91,7 @@ class WeightPlan:
     def __init__(
         self,
         source: WeightSource,
-        wanted: Wanted,
+        wanted: ExportOptions,
         architecture: Architecture,
         vocab_size: int,
         recipe: Recipe | None = None,
@@ -104,7 +104,7 @@ class WeightPlan:
         self.high_precision = _high_precision_linears(section, self.sites, wanted) if form else set()
         in_blocks = form is not None and form.in_blocks
         if in_blocks and wanted.follow_training:
-            self.high_precision |= came_in_high_precision(source, self.listed)
+            self.high_precision |= high_precision_linears(source, self.listed)
         if wanted.calibration is not None:
             _check_calibration(
                 wanted.calibration, self.listed, {**section, "vocab_size": vocab_size}, self.high_precision
@@ -116,7 +116,7 @@ class WeightPlan:
             if entry.site is None or _linear(entry) in self.high_precision
         }
         self.came = {
-            entry.megatron for entry in self.listed if in_blocks and came_as_blocks(source, entry)
+            entry.megatron for entry in self.listed if in_blocks and has_block_scales(source, entry)
         } - self.stays
         self._exact_weights = set() if form is None else source.exact_weights - self.stays
         self.kv_scales = _kv_scales(wanted, self.sites)
@@ -175,7 +175,7 @@ class WeightPlan:
                 continue
             assert entry.site is not None
             if entry.megatron in self.came:
-                yield from as_it_came(self._source, entry, tensors).items()
+                yield from original_codes(self._source, entry, tensors).items()
                 continue
             pending |= tensors
             names = self.sites[entry.site]
@@ -191,7 +191,7 @@ class WeightPlan:
         yield from self.kv_scales.items()
 
 
-def _kv_scales(wanted: Wanted, sites: dict[str, tuple[str, ...]]) -> dict[str, torch.Tensor]:
+def _kv_scales(wanted: ExportOptions, sites: dict[str, tuple[str, ...]]) -> dict[str, torch.Tensor]:
     """The scales of keys and values, by engines' names. Raises ValueError if the calibration lacks one."""
     if not wanted.kv_cache:
         return {}
@@ -261,7 +261,7 @@ def _site_shapes(listed: list[Entry], section: dict[str, Any]) -> dict[str, list
 
 
 def _high_precision_linears(
-    section: dict[str, Any], sites: dict[str, tuple[str, ...]], wanted: Wanted
+    section: dict[str, Any], sites: dict[str, tuple[str, ...]], wanted: ExportOptions
 ) -> set[str]:
     """Linears of the layers that stay in high precision: those the user names, and those that were BF16 in
     training.

@@ -61,7 +61,7 @@ class StaticScale:
             site.casts["input"] = casts._replace(rowwise=static)
 
 
-def why_not_static(rule: Rule) -> str | None:
+def static_refusal(rule: Rule) -> str | None:
     """Why this rule does not support a static activation scale; None if it does."""
     if rule.granularity in (TENSOR, ROW) or rule.scale == "e4m3":
         return None

@@ -33,7 +33,7 @@ from ..numerics.rule import TENSOR, Rule
 from ..numerics.scaling import compute_scale, compute_scale_inv
 from ..plan.autocast_state import fp8_disabled
 from ..state.collectives import checked_group
-from .kv_cache import ROLES, attentions, recording_keys_and_values
+from .kv_cache import ROLES, attentions, record_keys_and_values
 from .magnitude_counts import MagnitudeCounts, merge_ranks
 
 FORMAT, VERSION = "megatron_fp8 calibration", 1
@@ -332,7 +332,7 @@ def calibrate(
             cached |= {f"{core.name}.{role}": (MagnitudeCounts(), core.shape) for role in ROLES}
         with (
             fp8_disabled("calibration looks at high precision"),
-            recording_keys_and_values({name: one for name, (one, _) in cached.items()}, cores),
+            record_keys_and_values({name: one for name, (one, _) in cached.items()}, cores),
             _recording_inputs(linears) as seen,
         ):
             for batch in batches:

@@ -44,7 +44,7 @@ def attentions(model: torch.nn.Module) -> list[Attention]:
 
 
 @contextmanager
-def recording_keys_and_values(seen: Mapping[str, Counter], of: list[Attention]) -> Iterator[None]:
+def record_keys_and_values(seen: Mapping[str, Counter], of: list[Attention]) -> Iterator[None]:
     """Adds these attentions' keys and values to ``seen``, by '<name>.key' and '<name>.value'."""
 
     def watch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ from ..params.frozen_parameter import frozen_parameter
 from ..plan.site_plan import bf16_site
 from ..recipe import alignment, recipe_name
 from ..state.precision_schedule import PrecisionSchedule
-from .activations import Padding, StaticQuantizer, StaticScale, why_not_static
+from .activations import Padding, StaticQuantizer, StaticScale, static_refusal
 from .batch_invariant import BatchInvariantSite, check_batch_invariant, make_batch_invariant
 from .calibration import Calibration, fp8_modules
 from .weights import model_bytes
@@ -239,7 +239,7 @@ def _static_scales(linears: list[Any], calibration: Calibration) -> dict[str, St
         quantizer = site.casts["input"].rowwise
         if quantizer is None:
             continue
-        if reason := why_not_static(quantizer.rule):
+        if reason := static_refusal(quantizer.rule):
             raise ValueError(
                 f"static activation scales do not exist for recipe {recipe_name(site.plan.recipe)!r} ({site.plan.name}):"
                 f" {reason}"

@@ -13,7 +13,7 @@ from ..plan.site_plan import SitePlan, bf16_site
 from ..plan.timing import device_label
 
 
-def filtered(config: Any, plan: SitePlan, linear: Any) -> SitePlan:
+def apply_size_table(config: Any, plan: SitePlan, linear: Any) -> SitePlan:
     """Applies the config's size table to a site's plan: returns it with the table's reason, or a BF16 plan. Without a
     table: the plan unchanged.
 

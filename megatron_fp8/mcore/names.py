@@ -57,13 +57,13 @@ def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     return ((whole(name), parameter) for name, parameter in model.named_parameters())
 
 
-def numbered(name: str, expert: int) -> str:
+def expert_name(name: str, expert: int) -> str:
     """Returns the name of the same part in another expert of the layer; any other name unchanged."""
     found = _EXPERT.match(name)
     return f"{found[1]}{expert}{name[found.end() :]}" if found else name
 
 
-def of_key(key: str) -> str:
+def name_of_key(key: str) -> str:
     """Returns the model's name for a checkpoint key: Megatron-Core's checkpoints name experts differently."""
     return key.replace(_IN_CHECKPOINTS, _IN_MODELS)
 

@@ -139,11 +139,11 @@ def gather_settings(config: Any, *, distributed: bool, share: bool | None = None
     """
     enabled = has_fp8_params(config)
     if share is None:
-        share = enabled and distributed and travels_in_bf16(config)
+        share = enabled and distributed and gathers_in_bf16(config)
     return {"fp8_param_gather": enabled, "reuse_grad_buf_for_mxfp8_param_ag": share}
 
 
-def travels_in_bf16(config: Any) -> bool:
+def gathers_in_bf16(config: Any) -> bool:
     """Whether every FP8 weight of this config needs different codes for each direction (rowwise, mxfp8 and nvfp4).
 
     Such weights can share the gradient buffer (reuse_grad_buf_for_mxfp8_param_ag); a mixture by overrides cannot.
@@ -201,7 +201,7 @@ def _check_buffers(config: Any, ddp_config: Any) -> None:
             "reuse_grad_buf_for_mxfp8_param_ag=True needs use_distributed_optimizer=True: without it no parameter is"
             " gathered. Drop it."
         )
-    if not travels_in_bf16(config):
+    if not gathers_in_bf16(config):
         raise ValueError(
             "reuse_grad_buf_for_mxfp8_param_ag=True is for models whose FP8 weights are all sent in BF16 (fp8_recipe"
             f" 'rowwise' or 'mxfp8'); fp8_recipe={config.fp8_recipe!r} with fp8_overrides="

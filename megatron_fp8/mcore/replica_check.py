@@ -75,7 +75,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     return (rows * weights).sum() + words[rows.numel() * _ROW :].sum() + tail.view(torch.int64)[0]
 
 
-def differing(chunks: list[Any], optimizer: Any, *, redundant: bool = True) -> str:
+def describe_differences(chunks: list[Any], optimizer: Any, *, redundant: bool = True) -> str:
     """Describes replicated state that differs between ranks; '' if all of it is equal. Collective, the same on all
     ranks.
 

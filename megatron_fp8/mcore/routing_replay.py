@@ -25,7 +25,7 @@ def routers_of(model: Any) -> list[TopKRouter]:
 
 
 @contextmanager
-def recorded_routing(model: Any) -> Iterator[list[torch.Tensor]]:
+def record_routing(model: Any) -> Iterator[list[torch.Tensor]]:
     """Context of one forward. Yields a list, filled at its end: each router's choices, int64 [tokens, topk].
 
     Raises ValueError for a router that does not choose by Megatron-Core's top-k function.
@@ -44,7 +44,7 @@ def recorded_routing(model: Any) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def replayed_routing(model: Any, choices: Sequence[torch.Tensor]) -> Iterator[None]:
+def replay_routing(model: Any, choices: Sequence[torch.Tensor]) -> Iterator[None]:
     """Context of a forward without backward: tokens go to these experts, each router's int64 [tokens, topk]."""
     with _attached(model, RouterReplayAction.REPLAY_FORWARD) as replays:
         for replay, of_router in zip(replays, choices, strict=True):
@@ -90,7 +90,7 @@ def _wide_logits(gating: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
     return gating(x).float()
 
 
-def flipped(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> int:
+def count_changed_choices(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> int:
     """Number of (token, layer) whose sets of experts differ. Each: every router's choices, int64 [tokens, topk]."""
     return sum(
         int((a.sort(1).values != b.sort(1).values).any(1).sum()) for a, b in zip(ours, theirs, strict=True)

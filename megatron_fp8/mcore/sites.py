@@ -39,7 +39,7 @@ from ..state.collectives import any_on_ranks, first_rank_with, union
 from ..state.fp8_state import Fp8State
 from ..state.guard import Move
 from . import environment as compat
-from .gemm_size_filter import announce, filtered
+from .gemm_size_filter import announce, apply_size_table
 from .names import named_modules
 from .runtime import runtime_of, state_of, unwrap, watch
 from .te.context import TeSite
@@ -133,7 +133,9 @@ def plan_of(linear: Any, name: str, state: Fp8State, cache: PlanCache | None = N
     te = is_te_linear(linear)
     if matching_overrides(name, getattr(config, "fp8_overrides", None) or {}):
         return resolve(config, name, layer, device, te=te)
-    plan = filtered(config, (cache or PlanCache()).resolve(config, name, layer, device, te=te), linear)
+    plan = apply_size_table(
+        config, (cache or PlanCache()).resolve(config, name, layer, device, te=te), linear
+    )
     move = None if state.guard is None else state.guard.moves.get(name)
     return plan if move is None else _moved_plan(config, plan, move, linear)
 
@@ -287,7 +289,7 @@ def _is_model(kind: type) -> bool:
 
 
 @contextmanager
-def keeping_weights(model_chunks: list[Any]) -> Iterator[None]:
+def cache_weights(model_chunks: list[Any]) -> Iterator[None]:
     """Caches quantized weights of these chunks inside; Megatron's schedule resets the cache (is_first_microbatch)."""
     configs = [unwrap(chunk).config for chunk in model_chunks]
     states = [state_of(config) for config in configs if quantizes(config)]

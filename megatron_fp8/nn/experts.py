@@ -150,13 +150,13 @@ class Fp8Experts(torch.nn.Module):
 
     def join_group(self, group: Fp8Group, name: str) -> None:
         """Create the linears and sites of all experts in a model's group. ``name``: the module's name there."""
-        self.fp8_group, self.fp8_name, self.fp8_count = group, name, count_of(self, self.fp8_stacks)
+        self.fp8_group, self.fp8_name, self.fp8_count = group, name, expert_count(self, self.fp8_stacks)
         for number in range(self.fp8_count):
             linears = {stack.label: Fp8ExpertLinear(self, stack, number) for stack in self.fp8_stacks}
             self.add_module(str(number), torch.nn.ModuleDict(linears))
             for stack in self.fp8_stacks:
                 site = site_name(name, number, stack)
-                linears[stack.label].join_group(group, site, also=also_called(name, stack))
+                linears[stack.label].join_group(group, site, also=override_names(name, stack))
 
     def leave_group(self) -> None:
         """Undo ``join_group``. Weights prepared for inference are dequantized and stacked again."""
@@ -223,7 +223,11 @@ class Fp8Experts(torch.nn.Module):
             for linear in self.fp8_linears(stack):
                 sources = linear.sources  # a parametrised stack is computed at the multiplication
                 weight = sources[0] if sources else linear.weight
-                if isinstance(weight, Fp8Parameter) or is_heard(linear) or not linear.resolve_call(weight)[1]:
+                if (
+                    isinstance(weight, Fp8Parameter)
+                    or has_hooks(linear)
+                    or not linear.resolve_call(weight)[1]
+                ):
                     return False
         return True
 
@@ -240,7 +244,7 @@ class Fp8Experts(torch.nn.Module):
         linears, weights = self.fp8_linears(stack), self._weights(stack)
         device = weights[0].device
         calls = [linear.resolve_call(weight) for linear, weight in zip(linears, weights, strict=True)]
-        in_group = [fp8 and not is_heard(linear) for linear, (_, fp8, _) in zip(linears, calls, strict=True)]
+        in_group = [fp8 and not has_hooks(linear) for linear, (_, fp8, _) in zip(linears, calls, strict=True)]
 
         def alone(e: int, part: torch.Tensor) -> torch.Tensor:
             y: torch.Tensor = linears[e](part, weights[e])
@@ -354,7 +358,7 @@ def _empty(plain_class: type[torch.nn.Module]) -> Any:
     return in_fp8.__new__(in_fp8)
 
 
-def count_of(module: torch.nn.Module, stacks: tuple[Stack, ...]) -> int:
+def expert_count(module: torch.nn.Module, stacks: tuple[Stack, ...]) -> int:
     """How many experts a module has."""
     return len(getattr(module, stacks[0].parameter))
 
@@ -364,12 +368,12 @@ def site_name(name: str, number: int, stack: Stack) -> str:
     return ".".join(filter(None, [name, str(number), stack.label]))
 
 
-def also_called(name: str, stack: Stack) -> tuple[str, ...]:
+def override_names(name: str, stack: Stack) -> tuple[str, ...]:
     """Other names for overrides: the module, and the stacked parameter."""
     return tuple(filter(None, [name, ".".join(filter(None, [name, stack.parameter]))]))
 
 
-def is_heard(linear: torch.nn.Module) -> bool:
+def has_hooks(linear: torch.nn.Module) -> bool:
     """Whether hooks are registered on this linear, so that it must be called alone."""
     return bool(
         linear._forward_hooks

@@ -62,7 +62,7 @@ class Unused:
             keep_report(root, report.with_rows(rows))
 
 
-def note_replaced(group: Fp8Group, found: Collection[torch.nn.Module]) -> None:
+def warn_replaced(group: Fp8Group, found: Collection[torch.nn.Module]) -> None:
     """Warn once of converted linears that were replaced by linears without FP8 (a resized lm_head), and mark
     them.
 

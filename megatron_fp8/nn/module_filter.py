@@ -23,7 +23,7 @@ from ..plan.resolve import cast_specs, padded_note
 from ..recipe import recipe_name
 from .config import DEFAULT_SKIP, Fp8Config
 from .expert_modules import Stack, kind_of
-from .experts import Fp8ExpertLinear, Fp8Experts, also_called, count_of, site_name
+from .experts import Fp8ExpertLinear, Fp8Experts, expert_count, override_names, site_name
 from .linear import Fp8Layer, Fp8Linear
 from .report import Row
 from .sites import plan_linear
@@ -187,10 +187,10 @@ def _expert_candidates(
     name: str, module: nn.Module, stacks: tuple[Stack, ...], config: Fp8Config
 ) -> Iterator[Candidate]:
     """One candidate per linear of each expert."""
-    count = count_of(module, stacks)
+    count = expert_count(module, stacks)
     for number in range(count):
         for stack in stacks:
-            also = also_called(name, stack)
+            also = override_names(name, stack)
             weight, shape = getattr(module, stack.parameter), stack.features(module)
             row, padded = _plan_row(
                 site_name(name, number, stack), type(module).__name__, shape, weight, config, also=also

@@ -10,7 +10,7 @@ from ..files.argument_check import check_model
 from ..linear.gemm_site import GemmSite
 from .fp8_group import Fp8Group
 from .linear import Fp8Layer
-from .sites import take_over
+from .sites import transfer_state
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -68,6 +68,6 @@ def _merge(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
         linear.fp8_sites.follow(sites)
     group.make_all_sites()  # in the same order on all ranks, whichever linears have run there
     for name, site in recorded.items():
-        take_over(site, linears[name].fp8_site)
+        transfer_state(site, linears[name].fp8_site)
     for linear in linears.values():
         linear.fp8_sites.quantize(linear.held, linear.fp8_device)

@@ -137,7 +137,7 @@ class LinearSites:
         site = self.table[key]
         if device.type != "meta" and (before := self._pending.pop(key[1], None)) is not None:
             if isinstance(before, GemmSite):
-                take_over(before, site)
+                transfer_state(before, site)
             else:
                 _load_histories(site, before)
         if recipe is None:
@@ -278,7 +278,7 @@ class LinearSites:
         copied.follow(self)
         source = self.table.get((device, "")) or self._pending.get("")
         if isinstance(source, GemmSite) and source.has_histories and device.type != "meta":
-            take_over(source, copied.on(device))
+            transfer_state(source, copied.on(device))
         copies = [(weight, memo.get(id(weight))) for weight in linear.sources]
         copied.group.trained_weights.record_copies(self.group.trained_weights, self.name, copies)
         copied.quantize(memo.get(id(linear.held)), device)
@@ -323,7 +323,7 @@ def plan_linear(
     return plan if verdict.pays else bf16_site(name, None, f"does not pay: {verdict.reason}", "size")
 
 
-def take_over(old: GemmSite, new: GemmSite) -> None:
+def transfer_state(old: GemmSite, new: GemmSite) -> None:
     """Move a site's state to its replacement: histories, and the amaxes recorded in this iteration."""
     for role, quantizer in old.quantizers.items():
         new_quantizer = new.quantizers.get(role)

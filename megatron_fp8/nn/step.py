@@ -18,7 +18,7 @@ from ..files.argument_check import check_optimizer
 from ..files.terminal import warn_user
 from ..state.collectives import checked_group
 from ..state.iteration import IterationCounts, in_backward, trains
-from .linear_usage_check import note_replaced
+from .linear_usage_check import warn_replaced
 from .module_lookup import fp8_linears, groups_of
 
 families_of = groups_of
@@ -56,7 +56,7 @@ def _end_iteration(model: torch.nn.Module, group: Any, *, ran: bool) -> Iteratio
     total = IterationCounts()
     found = fp8_linears(model).values()
     for fp8_group in groups_of(model):
-        note_replaced(fp8_group, found)
+        warn_replaced(fp8_group, found)
         counts = fp8_group.finish_iteration(group, ran)
         if counts.fp8_gemms:
             fp8_group.unused.look(fp8_group)

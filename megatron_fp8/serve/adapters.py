@@ -84,7 +84,7 @@ class PlainModel:
             return None
         whole = whole_tensor(weight)
         value = whole.dequantize(torch.float32) if isinstance(whole, Fp8Parameter) else whole.float()
-        return value if layer is None else merged(layer, value)
+        return value if layer is None else merge_adapters(layer, value)
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
@@ -94,7 +94,7 @@ def whole_tensor(tensor: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def merged(layer: Any, base: torch.Tensor) -> torch.Tensor:
+def merge_adapters(layer: Any, base: torch.Tensor) -> torch.Tensor:
     """float32 [N, K]: a base weight, float32 [N, K], with the active adapters of PEFT's layer, in their order."""
     weight = base
     for adapter in _active(layer):

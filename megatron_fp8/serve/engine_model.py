@@ -20,7 +20,7 @@ from ..huggingface.checkpoint_reader import Source
 from ..huggingface.config import architecture_of, hf_config, model_section
 from ..huggingface.directory import CONFIG, Tensors, read_json
 from ..huggingface.import_plan import ImportPlan
-from ..huggingface.importer import checked_entries
+from ..huggingface.importer import check_entries
 from ..huggingface.weight_decoder import check_readable, fp4_weights, scale_name
 from ..kernels.lazy_tensor import materialize
 from ..mcore.checkpoint.live_weights import LiveWeights
@@ -34,7 +34,7 @@ from .engine_rules import (
     kv_cache_format,
     module_of,
     norm_rounds_twice,
-    quantized,
+    quantized_linears,
     router_dtype,
 )
 from .engine_site import STATIC, InputCast, input_cast
@@ -171,10 +171,10 @@ def _read(
     tensors = EngineTensors(directory, dtype)
     with tensors:
         tensors.view_fp4(fp4_weights(tensors))
-        listed = checked_entries(directory, config, section, tensors)
+        listed = check_entries(directory, config, section, tensors)
         sites = gemms(listed)
         linears = [part for parts in sites.values() for part in parts]
-        in_engine = quantized(engine, quantization, linears)
+        in_engine = quantized_linears(engine, quantization, linears)
         tensors.read_as(in_engine)
         plan = ImportPlan(tensors, listed, section, not config.get("rope_interleave", True))
         weights: dict[str, torch.Tensor] = {}
@@ -347,7 +347,7 @@ def _weight_output(
 
 
 @contextmanager
-def quantized_cache(model: Any, cache: KvCache) -> Iterator[None]:
+def quantize_cache(model: Any, cache: KvCache) -> Iterator[None]:
     """Context in which attention reads keys, rotated, and values as the cache returns them."""
     layers = unwrap(model).decoder.layers
     hooks = [

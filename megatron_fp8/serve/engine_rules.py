@@ -34,7 +34,7 @@ _FUSED_LATENTS = {"vllm": "fused_qkv_a_proj", "sglang": "fused_qkv_a_proj_with_m
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.\w+$")
 
 
-class Refused(ValueError):
+class EngineRefusal(ValueError):
     """The engine refuses the directory."""
 
 
@@ -57,7 +57,7 @@ def module_of(engine: str, linear: str, fused: Mapping[str, tuple[str, ...]]) ->
     return next((f"{path}.{name}" for name, parts in fused.items() if last in parts), linear)
 
 
-def quantized(engine: str, config: Mapping[str, Any], linears: Sequence[str]) -> dict[str, bool]:
+def quantized_linears(engine: str, config: Mapping[str, Any], linears: Sequence[str]) -> dict[str, bool]:
     """Hugging Face linear of the layers -> whether the engine quantizes it.
 
     Args:
@@ -171,7 +171,7 @@ def _parts_agree(module: str, parts: Sequence[str], matches: Matches) -> bool:
     path = module.rpartition(".")[0]
     found = {matches(f"{path}.{part}") for part in parts}
     if len(found) > 1:
-        raise Refused(
+        raise EngineRefusal(
             f"{module}: some of {', '.join(parts)} are in high precision and some are not, which the engine refuses."
         )
     return found.pop()

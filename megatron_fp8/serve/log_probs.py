@@ -33,9 +33,9 @@ from ..huggingface.checkpoint_reader import Source
 from ..linear.gemm_site import GemmSite
 from ..mcore.checkpoint.loader import load_weights
 from ..mcore.routing_replay import (
-    flipped,
-    recorded_routing,
-    replayed_routing,
+    count_changed_choices,
+    record_routing,
+    replay_routing,
     router_logits_in,
     routers_of,
 )
@@ -47,7 +47,7 @@ from .engine_model import (
     UnreadableDirectory,
     engine_rounding,
     load_others,
-    quantized_cache,
+    quantize_cache,
     read_engine_model,
 )
 from .engine_site import EngineSite
@@ -137,7 +137,7 @@ class _Chain:
             stack.enter_context(self._replaced(weights=True, inputs=True))
             yield "activation cast", self._measure()
             if engine.cache is not None:
-                stack.enter_context(quantized_cache(self.model, engine.cache))
+                stack.enter_context(quantize_cache(self.model, engine.cache))
             yield "KV cache", self._measure()
             stack.enter_context(router_logits_in(self.model, engine.router_dtype))
             yield "router flips", self._measure(own_routing=True)
@@ -154,7 +154,7 @@ class _Chain:
         for number, (batch, choices, theirs) in enumerate(forwards):
             found.add(self._reference[number], theirs, batch[0, 1:])
             if own_routing:
-                self.flips += flipped(self._routing[number], choices)
+                self.flips += count_changed_choices(self._routing[number], choices)
         return found
 
     @torch.no_grad()
@@ -168,9 +168,9 @@ class _Chain:
             choices: list[torch.Tensor] = []
             with ExitStack() as stack:
                 if recorded:
-                    choices = stack.enter_context(recorded_routing(self.model))
+                    choices = stack.enter_context(record_routing(self.model))
                 elif routing is not None:
-                    stack.enter_context(replayed_routing(self.model, routing[number]))
+                    stack.enter_context(replay_routing(self.model, routing[number]))
                 logits = self.model(batch, positions, None)[0, :-1]
             logits = logits[:, : self._engine.vocab_size] if cut else logits
             yield batch, choices, logits.double().log_softmax(-1)

@@ -23,10 +23,10 @@ from ..huggingface.config import exported_architecture, hf_config, model_section
 from ..huggingface.directory import CONFIG, GENERATION, Tensors, find_file, read_json
 from ..huggingface.formats import FORMATS, WeightFormat
 from ..huggingface.weight_decoder import is_of_cache
-from ..huggingface.weight_plan import Progress, Wanted, WeightPlan, trained_in_bf16
+from ..huggingface.weight_plan import ExportOptions, Progress, WeightPlan, trained_in_bf16
 from ..train.data.tokenizers import load_tokenizer
 from ..train.run_record import RunRecord
-from .engine_rules import Refused, input_rule, kv_cache_format, quantized
+from .engine_rules import EngineRefusal, input_rule, kv_cache_format, quantized_linears
 
 KINDS = ("precision", "inputs", "cache", "weights", "config", "tokenizer", "numbers")
 """Kinds of differences."""
@@ -205,14 +205,14 @@ def _plan(source: Source, config: dict[str, Any], form: WeightFormat | None, ten
     rows = config.get("vocab_size")
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ValueError(f"config.json has vocab_size={rows!r}: it must be a whole number of at least 1.")
-    plain = WeightPlan(source, Wanted(), architecture, rows)
+    plain = WeightPlan(source, ExportOptions(), architecture, rows)
     if form is None:
         return plain
     linears = [part for parts in plan_linears(plain) for part in parts]
     kept = tuple(name for name in linears if f"{name}.{form.scale}" not in names)
     if len(kept) == len(linears):
         raise ValueError("config.json has a quantization_config, and no linear has a scale.")
-    return WeightPlan(source, Wanted(form, kept, follow_training=False), architecture, rows)
+    return WeightPlan(source, ExportOptions(form, kept, follow_training=False), architecture, rows)
 
 
 def plan_linears(plan: WeightPlan) -> list[tuple[str, ...]]:
@@ -233,8 +233,8 @@ def _compare_gemms(
     entries = {entry["name"]: entry for entry in sites}
     linears = [part for parts in plan_linears(plan) for part in parts]
     try:
-        in_engine = quantized(result.engine, quantization, linears)
-    except Refused as error:
+        in_engine = quantized_linears(result.engine, quantization, linears)
+    except EngineRefusal as error:
         result.differences.append(Difference("precision", "*", "runs", f"{result.engine} refuses: {error}"))
         return
     weight = None if plan.recipe is None else str(plan.recipe.rule("weight"))

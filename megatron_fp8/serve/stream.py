@@ -24,7 +24,7 @@ from ..huggingface import QUANTIZED_FORMATS
 from ..huggingface.config import exported_architecture
 from ..huggingface.directory import CONFIG, GENERATION, new_directory, write_json, write_tensors
 from ..huggingface.formats import FORMATS, hf_quant_config, quantization_config
-from ..huggingface.weight_plan import Wanted, WeightPlan
+from ..huggingface.weight_plan import ExportOptions, WeightPlan
 from ..inference.calibration import Calibration
 from ..recipe import recipe_name
 from .adapters import adapter_tensors
@@ -78,7 +78,7 @@ def weight_stream(
         )
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: a whole number of at least 1 is needed.")
-    wanted = Wanted(
+    wanted = ExportOptions(
         FORMATS.get(format), tuple(ignore), not quantize_all, calibration=calibration, kv_cache=kv_cache
     )
     if not is_megatron(model):
@@ -88,7 +88,9 @@ def weight_stream(
     return WeightPlan(source, wanted, exported_architecture(source.section), rows).tensors()
 
 
-def _plan_of_converted(source: ConvertedSource, wanted: Wanted, vocab_size: int | None = None) -> WeightPlan:
+def _plan_of_converted(
+    source: ConvertedSource, wanted: ExportOptions, vocab_size: int | None = None
+) -> WeightPlan:
     """The plan of a model of transformers, with its own recipe where that is the format's."""
     recipe = None
     if wanted.form is not None and source.recipe is not None:
@@ -130,7 +132,7 @@ def save_quantized(
             " checkpoints, and model.save_pretrained adapters."
         )
     source, form = ConvertedSource(model), FORMATS.get(format)
-    plan = _plan_of_converted(source, Wanted(form, tuple(ignore), not quantize_all, calibration))
+    plan = _plan_of_converted(source, ExportOptions(form, tuple(ignore), not quantize_all, calibration))
     if dist.is_initialized() and dist.get_rank() != 0:
         deque(plan.tensors(), maxlen=0)  # takes part in rank 0's gathers
         return []

@@ -29,7 +29,7 @@ from ..mcore.params import gather_settings
 from ..mcore.runtime import unwrap
 from ..mcore.spec import get_gpt_decoder_block_fp8_spec, get_gpt_mtp_block_fp8_spec
 from ..state.collectives import own_device
-from .config.model_section import what_failed
+from .config.model_section import failure_text
 from .config.run_config import RunConfig
 from .cuda_graph import side_stream
 from .launch.parallel import RETRYABLE
@@ -96,7 +96,7 @@ def _layout_errors() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, (ValueError, *RETRYABLE)):
             raise
-        raise ValueError(f"the model does not fit this layout: {what_failed(error)}") from error
+        raise ValueError(f"the model does not fit this layout: {failure_text(error)}") from error
 
 
 def _build_stage(config: TransformerConfig, run: RunConfig, vocab_size: int, stage: int | None) -> Any:

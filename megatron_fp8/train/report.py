@@ -250,7 +250,7 @@ def summary_line(trainer: Any, summary: dict[str, float], seconds: float) -> str
     return f"{did}{model}; everything is in {run.run_dir}{elsewhere}; {more}"
 
 
-def nothing_left(run: Any, start: Path) -> str:
+def no_iterations_left(run: Any, start: Path) -> str:
     """For a run whose starting checkpoint ``start`` (another run's) already has all iterations."""
     return (
         f"done: all {run.train.train_iters} iterations were done before; the model is {start}, which is not"

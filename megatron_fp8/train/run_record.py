@@ -170,7 +170,7 @@ def run_folder_of(checkpoint: Path) -> Path:
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
 
 
-def trained_beyond(path: Path, checkpoint: Path) -> list[str]:
+def later_training_note(path: Path, checkpoint: Path) -> list[str]:
     """A line to print if the run trained on after ``checkpoint``, its newest one; else none.
 
     Args:

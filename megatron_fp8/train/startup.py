@@ -33,9 +33,9 @@ from .launch import parallel
 from .launch.config_consistency import agree_on_inputs, data_fact, run_facts
 from .loop import Trainer
 from .metrics import Display, MetricsWriter, lacks_validation, model_flops_per_token
-from .report import build_report, format_notes, format_report, nothing_left, write_report
+from .report import build_report, format_notes, format_report, no_iterations_left, write_report
 from .resume import checkpoint_compat, checkpoints
-from .resume.run_folder import RunFolders, naming
+from .resume.run_folder import RunFolders, name_folder_error
 from .step import Stepper
 
 
@@ -137,7 +137,9 @@ def _trainer(
     done = start.iteration >= run.train.train_iters
     if done and start.folder is not None and not continues:
         if first:
-            print(*map(printable, [*start.lines, nothing_left(run, start.folder)]), sep="\n", flush=True)
+            print(
+                *map(printable, [*start.lines, no_iterations_left(run, start.folder)]), sep="\n", flush=True
+            )
         return None
     if not continues:
         start.lines += folders.keep_earlier(start.folder, stepper.watchdog.folder)
@@ -150,7 +152,7 @@ def _trainer(
         entropy = report["bigram_entropy"]
         print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
         print(*map(printable, start.lines), sep="\n", end="\n" if start.lines else "", flush=True)
-        with naming("run_dir", folder):
+        with name_folder_error("run_dir", folder):
             writer = MetricsWriter(folder, recorded, start.before)
             unvalidated = done and bool(run.train.eval_iters) and lacks_validation(folder, start.iteration)
         if start.folder is not None:
@@ -162,7 +164,7 @@ def _trainer(
                 " telemetry.every and its windows",
                 flush=True,
             )
-    with naming("run_dir", folder):
+    with name_folder_error("run_dir", folder):
         telemetry = Telemetry(
             chunks,
             run.telemetry.settings(),
@@ -177,7 +179,7 @@ def _trainer(
         assert isinstance(every, int), "check_rewinds"
         rewinds = Rollbacks(most, every, folders.checkpoints, resume, saves.wait, start.left_out)
     if first:  # last, so that a refused start leaves earlier files unchanged
-        with naming("run_dir", folder):
+        with name_folder_error("run_dir", folder):
             run.save(folder / "config.yaml")
             # A run without iterations left keeps the report of its training.
             if not (done and continues and (folder / "report.json").is_file()):

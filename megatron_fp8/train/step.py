@@ -22,7 +22,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from ..mcore.replica_check import differing
+from ..mcore.replica_check import describe_differences
 from ..mcore.runtime import state_of, unwrap
 from ..state.collectives import own_device
 from .config.run_config import RunConfig
@@ -129,7 +129,7 @@ class Stepper:
 
     def differing(self) -> str:
         """Describe replicated state that differs between ranks; '' if none does. Collective; one pass over it."""
-        return differing(self.chunks, self.optimizer, redundant=is_deterministic(self.run.train))
+        return describe_differences(self.chunks, self.optimizer, redundant=is_deterministic(self.run.train))
 
     def _iterators(self, dataset: Any) -> list[Iterator[Any]]:
         """One iterator per model chunk: a pipeline's chunks read the same batches at different times."""

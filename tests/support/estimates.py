@@ -242,7 +242,7 @@ def _everywhere(original: Any, other: Any) -> list[Any]:
 def count_saved(arguments: list[str]) -> int:
     """A rank case: bytes that one microbatch's forward leaves for its backward; neither weights nor their codes."""
     from megatron_fp8.mcore.runtime import unwrap
-    from megatron_fp8.mcore.sites import keeping_weights
+    from megatron_fp8.mcore.sites import cache_weights
     from megatron_fp8.params.fp8_parameter import Fp8Parameter
 
     with _trained(arguments, iterations=0) as (_, chunks, run):
@@ -256,7 +256,7 @@ def count_saved(arguments: list[str]) -> int:
             return tensor
 
         batch = next(_batches(0, 1, run.train.micro_batch_size, run.train.seq_length, run.model.vocab_size))
-        with keeping_weights(chunks), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with cache_weights(chunks), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         others: list[torch.Tensor] = []
         for parameter in model.parameters():

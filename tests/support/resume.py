@@ -64,9 +64,9 @@ class Training:
         from megatron_fp8.files.checkpoint import Manifest, folder_name
         from megatron_fp8.mcore import checkpoint
         from megatron_fp8.mcore.checkpoint.saver import Saver
-        from megatron_fp8.mcore.replica_check import differing
+        from megatron_fp8.mcore.replica_check import describe_differences
 
-        assert differing(self.chunks, self.optimizer) == ""
+        assert describe_differences(self.chunks, self.optimizer) == ""
         saver = Saver(Path(folder), **options)
         state = checkpoint.numbers(self.chunks, self.optimizer)
         manifest = Manifest(self.iteration, state, checkpoint.layout_facts(self.chunks))

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_ma
 
 from ...params.fp8_parameter import Fp8Parameter
 from ...state.arena import is_slot_key
-from ..optimizer.sharded_state import cut
+from ..optimizer.sharded_state import split_into_boxes
 from ..runtime import unwrap
 from ..sites import prepare
 from .training import model_state, tensors_of
@@ -102,7 +102,7 @@ def _pieces(shard: Any) -> Iterator[Piece]:
 def _boxes(shard: Any, start: int | None, value: torch.Tensor) -> list[Any]:
     """The sharded tensors of a shard with these values: of all of it, or of a range of its elements from ``start`` on."""
     if start is not None:
-        return cut(shard, shard.key, value, start, replica=0) if value.numel() else []
+        return split_into_boxes(shard, shard.key, value, start, replica=0) if value.numel() else []
     if isinstance(shard, ShardedTensorFactory):
         return tensors_of(replace(shard, data=value))
     return [replace(shard, data=value)]

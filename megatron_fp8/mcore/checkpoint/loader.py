@@ -26,7 +26,7 @@ from ...state.arena import PREFIX, is_slot_key
 from ...state.collectives import any_on_ranks, first_rank_with, union
 from ...state.guard import Move, saved_moves
 from ..iteration import apply_moves
-from ..names import of_key
+from ..names import name_of_key
 from ..optimizer.cpu_offload import set_steps
 from ..optimizer.loss_scaler import scalers
 from ..optimizer.optimizer_setup import parts_of
@@ -53,7 +53,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
-class Resumed:
+class LoadResult:
     """The result of loading. ``notes``: lines for the log about state that could not be restored unchanged.
     ``new_streams``: why random streams must be seeded again; None if the checkpoint's were restored."""
 
@@ -62,7 +62,7 @@ class Resumed:
     notes: list[str] = field(default_factory=list)
 
 
-def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) -> Resumed:
+def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) -> LoadResult:
     """Loads a checkpoint into model, optimizer, FP8 state and random streams. Collective over all ranks.
 
     Any tensor, pipeline and data parallel layout, and any recipe, can load any other's checkpoint.
@@ -73,7 +73,7 @@ def load(folder: Path, manifest: Manifest, chunks: list[Any], optimizer: Any) ->
     prepare(chunks)
     metadata = read_metadata(folder)
     stored = metadata.state_dict_metadata
-    resumed = Resumed(manifest)
+    resumed = LoadResult(manifest)
     resumed.notes += _restore_moves(saved_moves(manifest.state), chunks)
     if manifest.facts.get("layout") != layout_facts(chunks)["layout"]:
         resumed.new_streams = "another parallel layout"
@@ -328,7 +328,7 @@ def _reconcile_fp8(
 
 def _slots(keys: list[str]) -> set[str]:
     """Returns '<site>.<role>' of the delayed-state tensors among ``keys``."""
-    return {of_key(key).rpartition(".")[0].replace(f".{PREFIX}.", ".") for key in keys}
+    return {name_of_key(key).rpartition(".")[0].replace(f".{PREFIX}.", ".") for key in keys}
 
 
 def _weights_to_model(chunks: list[Any], optimizer: Any) -> None:

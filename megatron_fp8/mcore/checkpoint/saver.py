@@ -47,7 +47,7 @@ from ...files.checkpoint import (
 )
 from ...files.terminal import warn_user
 from ...state.collectives import broadcast_value, first_rank_with, gather_to_first, sum_over_ranks
-from .store import Make, Prepared, Shards, prepare, root_cause, write_companions
+from .store import Make, Shards, TensorsToWrite, prepare, root_cause, write_marker_files
 
 _UNFINISHED = ".saving-"
 _PATIENCE_S = 60.0
@@ -148,7 +148,7 @@ class Saver:
 
     # ------------------------------------------------------------------------------------- on all ranks together
 
-    def _note_not_finite(self, prepared: Prepared, manifest: Manifest) -> None:
+    def _note_not_finite(self, prepared: TensorsToWrite, manifest: Manifest) -> None:
         found = first_rank_with(prepared.not_finite or None, self._group)
         self.not_finite = "" if found is None else f"{found[1]} on rank {found[0]}"
         if found is None:
@@ -161,7 +161,9 @@ class Saver:
                 f" {self.not_finite} holds NaN or Inf: the checkpoint to go back to is {good[-1] if good else 'none'}."
             )
 
-    def _write(self, since: float, prepared: Prepared, manifest: Manifest, make: Make | None = None) -> None:
+    def _write(
+        self, since: float, prepared: TensorsToWrite, manifest: Manifest, make: Make | None = None
+    ) -> None:
         folder_here = self._on_each(lambda: self._begin(manifest.iteration) if self._first else "")
         unfinished = self.folder / broadcast_value(0, folder_here, self._group)
         try:
@@ -179,7 +181,7 @@ class Saver:
                     discard(unfinished)
             raise
 
-    def _shards(self, unfinished: Path, prepared: Prepared, make: Make | None) -> None:
+    def _shards(self, unfinished: Path, prepared: TensorsToWrite, make: Make | None) -> None:
         """Writes all ranks' files and ``.metadata``.
 
         If every rank's tensors and their positions in the files equal the previous save's, the previous ``.metadata``
@@ -266,7 +268,7 @@ class Saver:
         own_name = f"__{dist.get_rank()}_0.distcp"  # not listed: the folder has one file per rank
         names = [own_name] if (unfinished / own_name).exists() else []
         if self._first:
-            write_companions(unfinished)
+            write_marker_files(unfinished)
             names += sorted(path.name for path in unfinished.iterdir() if not path.name.startswith("__"))
         for name in names:
             sync(unfinished / name)

@@ -34,7 +34,7 @@ from ...state.arena import (
     load_slots,
     saved_slots,
 )
-from ..names import numbered, split_expert
+from ..names import expert_name, split_expert
 from ..runtime import state_of, unwrap
 from ..sites import fp8_linears, prepare
 
@@ -85,7 +85,7 @@ def _rename_old_experts(
     for stem, number in map(split_expert, expected):
         first[stem] = min(number, first.get(stem, number))
     before = {
-        name: numbered(name, number - first[stem])
+        name: expert_name(name, number - first[stem])
         for name in expected
         for stem, number in [split_expert(name)]
     }

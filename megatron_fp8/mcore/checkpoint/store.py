@@ -48,7 +48,7 @@ _OPTIMIZER = "optimizer."
 
 
 @dataclass
-class Prepared:
+class TensorsToWrite:
     """The tensors that one rank writes.
 
     Attributes:
@@ -67,7 +67,7 @@ Make = Callable[[str], torch.Tensor]
 
 
 @gc_paused()
-def prepare(sharded_state: dict[str, Any], *, copy: bool) -> Prepared:
+def prepare(sharded_state: dict[str, Any], *, copy: bool) -> TensorsToWrite:
     """Returns this rank's part of ``sharded_state``, for ``Shards``. Values that are no sharded tensors are omitted.
 
     ``Shards.settle`` checks that the ranks' shards cover every tensor exactly once. Megatron-Core's check would make
@@ -91,7 +91,7 @@ def prepare(sharded_state: dict[str, Any], *, copy: bool) -> Prepared:
     bad = _first_not_finite([(shard.key, shard.data) for shard in written + replicas])
     for shard in written if copy else ():
         shard.data = shard.data.detach().to("cpu", copy=True)
-    return Prepared(torch_dist.mcore_to_pyt_state_dict(tensors, False), bad)
+    return TensorsToWrite(torch_dist.mcore_to_pyt_state_dict(tensors, False), bad)
 
 
 def _first_not_finite(named: list[tuple[str, torch.Tensor]]) -> str:
@@ -168,14 +168,14 @@ class Shards:
         return content
 
 
-def write_companions(folder: Path) -> None:
+def write_marker_files(folder: Path) -> None:
     """Writes the two small files by which Megatron-Core's own loader recognises a checkpoint. One rank calls it."""
     torch.save({}, folder / _COMMON_FILE)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 @dataclass
-class Loaded:
+class LoadedTensors:
     """The tensors that one rank read.
 
     Attributes:
@@ -187,7 +187,7 @@ class Loaded:
     not_finite: str
 
 
-def load_shards(folder: Path, sharded_state: dict[str, Any], metadata: Any) -> Loaded:
+def load_shards(folder: Path, sharded_state: dict[str, Any], metadata: Any) -> LoadedTensors:
     """Loads this rank's part of a checkpoint, in place of the sharded tensors of ``sharded_state``. Collective.
 
     Values that are no sharded tensors stay unchanged. ``metadata``: the checkpoint's, from ``read_metadata``.
@@ -212,7 +212,7 @@ def load_shards(folder: Path, sharded_state: dict[str, Any], metadata: Any) -> L
     if (found := first_rank_with(None if error_here is None else _describe_error(error_here))) is not None:
         rank, (why, text) = found
         raise ValueError(f"the checkpoint {str(folder)!r} {why} (rank {rank}: {text})") from error_here
-    return Loaded(state, reading.not_finite)
+    return LoadedTensors(state, reading.not_finite)
 
 
 def _describe_error(error: Exception) -> tuple[str, str]:

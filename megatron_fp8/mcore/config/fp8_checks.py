@@ -21,7 +21,7 @@ from ...plan.settings import DEFAULT_RECIPE, FP4_OPTIONS, has_setting, import_fa
 from ...plan.site_plan import has_token_scales, scale_group
 from ...recipe import RECIPES
 from .fields import FIELD_RULES, OWN_RULES, REFUSED, RELATIONS, SILENT
-from .rules import check, check_relation, integer, shown
+from .rules import check, check_relation, format_value, integer
 
 if TYPE_CHECKING:
     from .transformer_config import TransformerConfig
@@ -59,11 +59,13 @@ def check_fields(config: Any, before: str = "") -> None:
         if value is default or (type(value) is type(default) and value == default):
             continue
         if name in FIELD_RULES:
-            check(f"{before}{name}", value, FIELD_RULES[name], f"change it, or leave it {shown(default)}")
+            check(
+                f"{before}{name}", value, FIELD_RULES[name], f"change it, or leave it {format_value(default)}"
+            )
         if name in REFUSED:
             raise ValueError(
-                f"{before}{name}={shown(value)} is not available in this version: {REFUSED[name]}. Leave it"
-                f" {shown(default)}."
+                f"{before}{name}={format_value(value)} is not available in this version: {REFUSED[name]}. Leave it"
+                f" {format_value(default)}."
             )
     for relation in RELATIONS:
         check_relation(config, relation, before)

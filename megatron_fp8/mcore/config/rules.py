@@ -31,10 +31,10 @@ def check(name: str, value: Any, rule: Rule, remedy: str = "change it, or leave 
         near = difflib.get_close_matches(str(value).lower(), rule.names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         remedy = exchange_hint(name, value) or remedy
-        raise ValueError(f"{name}={shown(value)} must be {rule.words}: {remedy}.{hint}")
+        raise ValueError(f"{name}={format_value(value)} must be {rule.words}: {remedy}.{hint}")
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Formats a value for a message: a long one is truncated."""
     text = repr(value.name if isinstance(value, Enum) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -122,5 +122,7 @@ class Relation:
 def check_relation(settings: Any, relation: Relation, before: str = "") -> None:
     """Raises ValueError, one line with the settings, values, rule and remedy, unless the relation holds."""
     if not relation.holds(settings):
-        values = ", ".join(f"{before}{name}={shown(getattr(settings, name))}" for name in relation.names)
+        values = ", ".join(
+            f"{before}{name}={format_value(getattr(settings, name))}" for name in relation.names
+        )
         raise ValueError(f"{values}: {relation.words}. Change one of them.")

@@ -50,7 +50,7 @@ from ...recipe import GEMM_OPERANDS
 from ...state.fp8_state import Fp8State
 from ...state.iteration import record_time
 from .. import environment as compat
-from ..names import numbered
+from ..names import expert_name
 from ..patches.patching import PatchList
 from ..runtime import state_of
 from ..sites import plan_of
@@ -230,7 +230,7 @@ class Dispatch:
         overridden = getattr(self._config, "fp8_overrides", None) or (state.guard and state.guard.moves)
         if not (overridden or state.phases.parts):  # all experts have equal plans
             return list(own.values())
-        names = {numbered(first.fp8_site.plan.name, e): None for e in range(self._config.num_moe_experts)}
+        names = {expert_name(first.fp8_site.plan.name, e): None for e in range(self._config.num_moe_experts)}
         return [own.get(name) or plan_of(first, name, state) for name in names]
 
     def _note(self, role: str, rule: Rule | None, why: str | None) -> None:

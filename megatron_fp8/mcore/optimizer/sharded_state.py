@@ -73,11 +73,13 @@ def sharded_state(
     found: dict[int, dict[str, list[ShardedTensor]]] = {}
     for param, shard, start, end in _ranges(self, model_sharded_state_dict):
         parts = {}
-        for name, value in held(self, param).items():
+        for name, value in rank_state(self, param).items():
             if is_loading:
                 value = torch.empty(end - start, dtype=value.dtype, device="cpu")
             key = f"optimizer.state.{name}.{shard.key}"
-            parts[name] = cut(shard, key, value, start, replica=self.distributed_optimizer_instance_id)
+            parts[name] = split_into_boxes(
+                shard, key, value, start, replica=self.distributed_optimizer_instance_id
+            )
         found[len(found)] = parts
     return found
 
@@ -94,9 +96,11 @@ def own_weights(optimizer: Any, model: dict[str, Any]) -> list[ShardedTensor]:
     """
     found: list[ShardedTensor] = []
     for param, shard, start, _ in _ranges(optimizer, model):
-        master = held(optimizer, param)["param"]
+        master = rank_state(optimizer, param)["param"]
         value = master.to(shard.data.dtype)
-        found += cut(shard, shard.key, value, start, replica=optimizer.distributed_optimizer_instance_id)
+        found += split_into_boxes(
+            shard, shard.key, value, start, replica=optimizer.distributed_optimizer_instance_id
+        )
     return found
 
 
@@ -129,7 +133,7 @@ def _ranges(optimizer: Any, model: Any) -> Iterator[tuple[torch.nn.Parameter, An
                     yield param, places[id(param)], ranges["param"].start, ranges["param"].end
 
 
-def held(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+def rank_state(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Returns this rank's part of a parameter's master and moments by name, each one-dimensional, in the range's order.
 
     Raises ValueError: the master stores only the bits that its BF16 weight lacks.
@@ -148,7 +152,9 @@ def held(optimizer: Any, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     }
 
 
-def cut(shard: Any, key: str, value: torch.Tensor, start: int, *, replica: int) -> list[ShardedTensor]:
+def split_into_boxes(
+    shard: Any, key: str, value: torch.Tensor, start: int, *, replica: int
+) -> list[ShardedTensor]:
     """Splits ``value`` into boxes of the tensors of ``shard``, under ``key``, in the order of its elements.
 
     Args:

@@ -17,7 +17,7 @@ from ..config import transformer_config
 from ..config.transformer_config import IterationEnd
 from ..layers import activation, attention, cross_entropy, linear, moe_layer
 from ..optimizer import cpu_offload, fp8_params, layer_wise, loss_scaler, optimizer_setup, sharded_state
-from ..sites import is_model, keeping_weights, prepare, prepared_models, register_model
+from ..sites import cache_weights, is_model, prepare, prepared_models, register_model
 from ..te import context as te_context
 from . import megatron_fixes, missing_packages
 from .patching import Patch, PatchList
@@ -149,7 +149,7 @@ def keep_weights_for_microbatches(original: Callable[..., Any], *, model: Any, *
 
     Not outside of it: a custom loop, or code that merges adapters, may write weights at any time.
     """
-    with keeping_weights(model if isinstance(model, list) else [model]):
+    with cache_weights(model if isinstance(model, list) else [model]):
         return original(model=model, **kwargs)
 
 

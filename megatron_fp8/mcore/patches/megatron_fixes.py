@@ -51,7 +51,7 @@ from .patching import PatchList
 patches = PatchList()
 
 
-def reduced_by_experts_ranks(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def mark_expert_parameters(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """A linear's __init__ that marks an expert's parameters if experts have their own data parallel ranks."""
     original(self, *args, **kwargs)
     if self.is_expert and (
@@ -67,14 +67,14 @@ for _kind in ("Column", "Row"):
     patches.wrap(
         f"tensor_parallel.layers.{_kind}ParallelLinear.__init__",
         "experts' gradients are reduced over the dense layers' ranks where expert parallelism is 1",
-    )(reduced_by_experts_ranks)
+    )(mark_expert_parameters)
 
 
 @patches.wrap(
     "models.gpt.gpt_model.roll_tensor",
     "context parallel ranks predict different numbers of tokens, and each divides by its own",
 )
-def count_of_all_ranks(
+def mean_over_ranks(
     original: Callable[..., Any], tensor: torch.Tensor, *args: Any, cp_group: Any = None, **kwargs: Any
 ) -> Any:
     """The sum of a mask becomes the mean over context parallel ranks, not this rank's."""
@@ -89,7 +89,7 @@ def count_of_all_ranks(
     "models.common.language_module.language_module.LanguageModule.setup_embeddings_and_output_layer",
     "a last stage that predicts several tokens cannot be saved with a weight of its tied output layer",
 )
-def tied_without_a_weight(original: Callable[[Any], None], self: Any) -> None:
+def drop_tied_weight(original: Callable[[Any], None], self: Any) -> None:
     """Removes the weight of a tied output layer first."""
     has_table = getattr(self, "mtp_process", False) and not self.pre_process
     if has_table and self.post_process and self.share_embeddings_and_output_weights:

@@ -120,7 +120,7 @@ def kind_of(name: str) -> str:
     return "shape" if name in SHAPE else "free" if name in FREE else "function"
 
 
-def settled(section: Mapping[str, Any]) -> dict[str, Any]:
+def comparable_section(section: Mapping[str, Any]) -> dict[str, Any]:
     """A model section in a comparable form: with Megatron-Core's derived values and one name for each setting."""
     result = {name: list(value) if isinstance(value, tuple) else value for name, value in section.items()}
     result = without_fp8_format(result)
@@ -150,7 +150,7 @@ def differences(
         defaults: values of fields that one of them lacks. A field that only ``before`` has, with None or False, is no
             difference.
     """
-    there, here = settled({**defaults, **before}), settled({**defaults, **now})
+    there, here = comparable_section({**defaults, **before}), comparable_section({**defaults, **now})
     return {
         name: (there.get(name), here.get(name))
         for name in [*here, *(name for name in there if name not in here)]

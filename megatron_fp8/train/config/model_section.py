@@ -131,7 +131,7 @@ ModelSection.__doc__ = (
 )
 
 
-def settle_tensor_parallel(section: Any, ranks: int, *, sequence_given: bool) -> None:
+def resolve_tensor_parallel(section: Any, ranks: int, *, sequence_given: bool) -> None:
     """Replace a tensor parallel size of 'auto' by one that fits the ranks, and set sequence parallelism unless given."""
     if section.tensor_model_parallel_size != AUTO:
         return
@@ -142,7 +142,7 @@ def settle_tensor_parallel(section: Any, ranks: int, *, sequence_given: bool) ->
         section.sequence_parallel = section.tensor_model_parallel_size > 1
 
 
-def settle_precision(section: Any) -> None:
+def resolve_precision(section: Any) -> None:
     """Fill in `bf16` and `params_dtype` where they are None: BF16 unless fp16 is set, parameters of the model's dtype.
 
     Raises ValueError if the given values contradict each other.
@@ -178,7 +178,7 @@ def transformer_config(section: Any) -> TransformerConfig:
                 f"model.{name}={getattr(section, name)} must be at least 1: give it, or a config file such "
                 "as --config tiny_gpt_cpu."
             )
-    settle_precision(section)
+    resolve_precision(section)
     for name, rule in NAMES.items():
         check(f"model.{name}", getattr(section, name), rule)
     is_latent = bool(section.multi_latent_attention)
@@ -202,7 +202,7 @@ def transformer_config(section: Any) -> TransformerConfig:
     except ValueError:
         raise
     except Exception as error:  # Megatron-Core raises various errors (assertion, division by 0, ...)
-        raise ValueError(f"the model section does not fit together: {what_failed(error)}") from error
+        raise ValueError(f"the model section does not fit together: {failure_text(error)}") from error
 
 
 def _set_fields(section: Any) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def check_positions(section: Any, config: Any) -> None:
         )
 
 
-def what_failed(error: BaseException) -> str:
+def failure_text(error: BaseException) -> str:
     """The message of an error of Megatron-Core, and where it was raised: its text may not name the fields."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{type(error).__name__} at `{where.line}` ({Path(where.filename).name}:{where.lineno})"

@@ -20,7 +20,7 @@ from typing import Any
 
 from ...files.strict_yaml import load_yaml, read_yaml
 from ...files.user_paths import config_choices, config_hint, find_config, is_model_directory, path_hint
-from ...mcore.config.rules import Rule, shown
+from ...mcore.config.rules import Rule, format_value
 from ...plan.settings import fp8_format_field, nearest_key, without_fp8_format
 
 FREE_FORM = "model.fp8_overrides"
@@ -65,7 +65,7 @@ def read_options(
             kind = getattr(kinds[key], "__name__", kinds[key])
             words = rule.words if rule else _FREE_WORDS if key == FREE_FORM else f"of the type {kind}"
             raise ValueError(
-                f"{where}{key}={shown(value)} must be {words}: change it, or leave it out."
+                f"{where}{key}={format_value(value)} must be {words}: change it, or leave it out."
             ) from error
 
     options = list(_pairs(_data_as_paths(arguments)))
@@ -294,7 +294,7 @@ def _checked(content: dict[str, Any], where: str, sections: Collection[str]) -> 
             remedy = f": write {name}: {{KEY: VALUE}}, or leave it out."
             if section is None:
                 remedy = f", and it is empty: are the lines below it indented under {name}:? Or leave it out."
-            raise ValueError(f"{where}: {name}={shown(section)} must be a section{remedy}")
+            raise ValueError(f"{where}: {name}={format_value(section)} must be a section{remedy}")
     if "model" not in content or "model" not in sections:
         return content
     try:

@@ -17,7 +17,7 @@ from ...mcore.config.fields import FIELD_RULES, OWN_RULES
 from ...mcore.config.rules import Rule
 from ...plan.settings import DEFAULT_RECIPE, refuse_recipe_alone
 from .field_rules import RULES, check_rules
-from .model_section import NAMES, ModelSection, settle_precision, settle_tensor_parallel
+from .model_section import NAMES, ModelSection, resolve_precision, resolve_tensor_parallel
 from .options import check_key, read_options
 from .sections import (
     CheckpointSection,
@@ -28,7 +28,7 @@ from .sections import (
     check_decay,
     check_rewinds,
     check_telemetry,
-    settle_warmup,
+    shorten_warmup,
 )
 
 SECTIONS: dict[str, Any] = {
@@ -96,7 +96,7 @@ def parse(arguments: list[str], ranks: int = 1, base: dict[str, Any] | None = No
         given[section][name] = value
     top = {"run_dir": f"runs/{Path(files[-1]).stem if files else 'train'}", **given.pop("")}
     run = RunConfig(**{name: SECTIONS[name](**own) for name, own in given.items()}, **top)
-    settle_tensor_parallel(run.model, ranks, sequence_given="model.sequence_parallel" in values)
+    resolve_tensor_parallel(run.model, ranks, sequence_given="model.sequence_parallel" in values)
     for name in SECTIONS:
         check_rules(name, getattr(run, name))
     check_rules("", run)
@@ -105,8 +105,8 @@ def parse(arguments: list[str], ranks: int = 1, base: dict[str, Any] | None = No
     refuse_recipe_alone(run.model.fp8_recipe, fp8_given="model.fp8" in values)
     if run.model.fp8 and run.model.fp8_recipe is None:
         run.model.fp8_recipe = DEFAULT_RECIPE
-    settle_precision(run.model)
-    settle_warmup(run.train, run.optimizer)
+    resolve_precision(run.model)
+    shorten_warmup(run.train, run.optimizer)
     check_decay(run.train, run.optimizer)
     for name in _PATHS:
         _check_path(name, functools.reduce(getattr, name.split("."), run))

@@ -207,7 +207,7 @@ def check_telemetry(section: TelemetrySection) -> None:
         require_wandb()
 
 
-def settle_warmup(train: TrainSection, optimizer: OptimizerSection) -> None:
+def shorten_warmup(train: TrainSection, optimizer: OptimizerSection) -> None:
     """Shorten a warm-up that is as long as the run (train_iters lowered) to a tenth of the run, with a warning.
 
     Does nothing if lr_decay_iters is set.

@@ -18,7 +18,7 @@ from ...files.atomic_io import as_value_error, error_text, remedy
 from ...files.terminal import warn_user
 from ...state.collectives import own_device
 from ..config.sections import DataSection, TrainSection
-from ..health.skipped_samples import Range, place
+from ..health.skipped_samples import Range, sample_position
 from ..launch.parallel import on_first_rank, wait_for_all
 from . import corpus
 from .documents import PIECE_BYTES, DocumentRules, files_of
@@ -305,7 +305,7 @@ def batches(
     while True:
         first = position + rank * train.micro_batch_size
         indices = range(first, first + train.micro_batch_size)
-        samples = [dataset[place(index, left_out) % len(dataset)] for index in indices]
+        samples = [dataset[sample_position(index, left_out) % len(dataset)] for index in indices]
         batch = {
             name: _to_device(torch.stack([sample[name] for sample in samples]), device)
             for name in ("tokens", "labels", "loss_mask", "position_ids")

@@ -48,7 +48,7 @@ class Document(NamedTuple):
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file of data.paths for reading. Raises ValueError with its name."""
     try:
         with open_regular(path, sys.maxsize) as stream:
@@ -67,7 +67,7 @@ def content_digest(path: Path, *, is_text: bool = True) -> bytes:
     Raises ValueError if it cannot be read, or if ``is_text`` and it has NUL bytes or is not UTF-8.
     """
     hasher, decoder, done = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
-    with opened(path) as stream:
+    with open_file(path) as stream:
         while part := stream.read(_READ_BYTES):
             if is_text:
                 if (nul := part.find(0)) >= 0:
@@ -208,7 +208,7 @@ def read_documents(path: Path, tokenizer: Tokenizer, rules: DocumentRules) -> It
     if not is_records(path):
         if rules.loss != "all":
             raise ValueError(f"data.loss={rules.loss} and {str(path)!r}, which has no chats: {_CHATS}.")
-        with opened(path) as stream:
+        with open_file(path) as stream:
             yield from map(Document, pieces(stream, rules.piece_bytes))
         return
     records = _READERS[path.suffix.lower()](path)
@@ -266,7 +266,7 @@ def _record_documents(record: Any, tokenizer: Tokenizer, rules: DocumentRules) -
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    with opened(path) as stream:
+    with open_file(path) as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
@@ -280,7 +280,7 @@ def _lines(path: Path) -> Iterator[Any]:
 
 def _rows(path: Path, delimiter: str) -> Iterator[Any]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # 128 KiB by default
-    with opened(path) as stream:
+    with open_file(path) as stream:
         rows = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=delimiter)
         try:
             yield from rows

@@ -155,8 +155,8 @@ class Rollbacks:
             check_together(*chosen)
             start = self._restore(chosen)
             first, last = (
-                skipped_samples.place(start.samples, self.ranges),
-                skipped_samples.place(samples - 1, self.ranges) + 1,
+                skipped_samples.sample_position(start.samples, self.ranges),
+                skipped_samples.sample_position(samples - 1, self.ranges) + 1,
             )
             record = {
                 "first": first,

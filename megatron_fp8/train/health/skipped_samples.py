@@ -28,7 +28,7 @@ _RECORDS, _LARGEST = "left_out", 1 << 24
 Range = tuple[int, int]
 
 
-def place(kept: int, ranges: Iterable[Range]) -> int:
+def sample_position(kept: int, ranges: Iterable[Range]) -> int:
     """Position among all samples of sample number `kept` (from 0) among those that are not excluded."""
     for first, last in sorted(ranges):
         if kept < first:
@@ -76,7 +76,7 @@ def write(folder: Path, records: Sequence[dict[str, Any]]) -> None:
     replace_file(folder / FILE, with_checksum({_RECORDS: list(records)}))
 
 
-def together(folder: Path, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_records(folder: Path, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """All excluded samples: those in a checkpoint's manifest (``saved``), and later ones from the file in ``folder``.
 
     Raises ValueError as `read`, or if the two contradict each other.

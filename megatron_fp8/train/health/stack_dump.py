@@ -146,7 +146,9 @@ def _location(frame: FrameType) -> str:
     return f"{short}:{frame.f_lineno or frame.f_code.co_firstlineno} ({frame.f_code.co_name})"
 
 
-def lost_rank(error: BaseException, phase: str, ranks: str, saved: Path | None) -> TrainingFailed | None:
+def explain_lost_rank(
+    error: BaseException, phase: str, ranks: str, saved: Path | None
+) -> TrainingFailed | None:
     """Explain an error of a collective that another rank caused, by its end or its silence; else None.
 
     Args:
@@ -162,7 +164,7 @@ def lost_rank(error: BaseException, phase: str, ranks: str, saved: Path | None) 
     return TrainingFailed(f"training failed: {phase}: {what}: {cause}. --resume=auto {back}.")
 
 
-def lost_before_training(error: BaseException) -> TrainingFailed | None:
+def explain_lost_rank_at_start(error: BaseException) -> TrainingFailed | None:
     """The same for an error before the first step, where earlier lines have named the ranks."""
     what = _peer_problem(error)
     if what is None:

@@ -97,11 +97,11 @@ def join(launch: Launch, model: Any, train: TrainSection) -> None:
     hosts_store = launch.barrier is not None and launch.barrier.hosts_store
     check_files(launch.world_size, hosts_store=hosts_store, over_gloo=backend() == "gloo")
     if is_deterministic(train):
-        be_deterministic()
+        set_deterministic()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(gpu_of(launch, torch.cuda.device_count()))
-        look_at_gpu_machine(launch.local_world_size)
+        check_gpu_machine(launch.local_world_size)
     else:
         warn_unused_gpu()
         torch.set_num_threads(train.threads or _threads(launch))
@@ -145,7 +145,7 @@ def is_deterministic(train: TrainSection) -> bool:
     return not torch.cuda.is_available() if train.deterministic is None else train.deterministic
 
 
-def be_deterministic() -> None:
+def set_deterministic() -> None:
     """Make this process compute deterministically. Call before any GPU work and before the process group exists.
 
     * Torch's operations: the deterministic version, where one exists (flash attention's backward, scatter and index_add
@@ -200,7 +200,7 @@ def warn_unused_gpu() -> None:
         warn_user(f"this machine has a GPU that is not used: {unused}")
 
 
-def look_at_gpu_machine(processes: int) -> None:
+def check_gpu_machine(processes: int) -> None:
     """Warn if kernels cannot be compiled, or if there are fewer cores than processes on this node."""
     reason = kernels.refusal(torch.device("cuda", torch.cuda.current_device()))
     if reason is not None:

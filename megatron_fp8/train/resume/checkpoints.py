@@ -251,7 +251,7 @@ def resume(
     skipped = manifest.iteration - steps
     so_far = manifest.facts.get("accepted", [])
     now = [{"iteration": manifest.iteration, **vars(change)} for change in accepted]
-    omitted = on_first_rank(lambda: skipped_samples.together(folder.parent, state.get("left_out", [])))
+    omitted = on_first_rank(lambda: skipped_samples.merge_records(folder.parent, state.get("left_out", [])))
     if omitted:
         lines.append(_note(f"left out, as before: samples {_ranges(omitted)}"))
     return Start(

@@ -71,7 +71,7 @@ def read(folder: Path) -> ParentCheckpoint | None:
         ) from error
 
 
-def names(folder: Path, checkpoint: Path) -> bool:
+def is_parent(folder: Path, checkpoint: Path) -> bool:
     """Whether the file in ``folder`` names ``checkpoint`` in its current state; False if the file is damaged."""
     try:
         started = read(folder)

@@ -28,7 +28,7 @@ from ..data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 from ..launch import parallel
 from ..launch.config_consistency import agree_on_inputs, run_facts
 from ..model import EXCLUDED_WEIGHTS, build_model
-from ..run_record import trained_beyond
+from ..run_record import later_training_note
 from . import checkpoint_compat
 from .checkpoints import check_together
 
@@ -59,7 +59,7 @@ _FOR_INFERENCE: dict[str, Any] = {
 
 
 @dataclass
-class Restored:
+class RestoredModel:
     """A trained model on the ranks of this launch. ``run`` has this launch's layout; vocab_size is padded.
 
     ``lines``: notes about the checkpoint for the user; ``facts``: from its manifest.
@@ -120,7 +120,7 @@ def restore(
     config: str | None = None,
     recipe: str | None = None,
     fp8: str | None = None,
-) -> Restored:
+) -> RestoredModel:
     """Build and load the model of a checkpoint. Collective over the launch's ranks, whose start-up checks it runs.
 
     Args:
@@ -151,10 +151,10 @@ def restore(
     model = build_model(settings, run, vocab_size)
     bad = load_weights(folder, model, left_out=EXCLUDED_WEIGHTS)
     check_plan([model])
-    lines += trained_beyond(Path(checkpoint), folder)
+    lines += later_training_note(Path(checkpoint), folder)
     if bad:
         lines.append(f"{bad} holds NaN or Inf: this model's output is only useful to find the cause")
-    return Restored(model, run, tokenizer, vocab_size, folder, manifest.iteration, lines, manifest.facts)
+    return RestoredModel(model, run, tokenizer, vocab_size, folder, manifest.iteration, lines, manifest.facts)
 
 
 def read_run(

@@ -87,7 +87,7 @@ class RunFolders:
         Stacks of this start stay. This start continues from another run's checkpoint (``start``), or begins anew.
         Raises ValueError.
         """
-        work = naming("run_dir", self.run_dir)(back_up_earlier)
+        work = name_folder_error("run_dir", self.run_dir)(back_up_earlier)
         return on_first_rank(lambda: work(self.run_dir, self.checkpoints, start, stacks))
 
     @contextmanager
@@ -101,9 +101,9 @@ class RunFolders:
 
         def write() -> bool:
             nonlocal before
-            if start is None or self.has(start) or stands(self.run_dir, self.checkpoints):
+            if start is None or self.has(start) or can_resume(self.run_dir, self.checkpoints):
                 return False
-            with naming(self._option, self._path()):
+            with name_folder_error(self._option, self._path()):
                 before = parent_checkpoint.content(self.checkpoints)
                 parent_checkpoint.write(self.checkpoints, start)
             return True
@@ -123,14 +123,14 @@ class RunFolders:
         """
         name = own_name(start, self.checkpoints)
         assert name is not None, start
-        work = naming("run_dir", self.run_dir)(back_up_newer)
+        work = name_folder_error("run_dir", self.run_dir)(back_up_newer)
         return on_first_rank(lambda: work(self.run_dir, self.checkpoints, name))
 
     def check_room(self, needed: int) -> None:
         """Raise ValueError on every rank if the free space is less than `needed` bytes, one checkpoint's size."""
 
         def look() -> None:
-            with naming(self._option, self._path()):
+            with name_folder_error(self._option, self._path()):
                 disk = shutil.disk_usage(self.checkpoints)
             if disk.total and disk.free < needed:  # some file systems report a size of 0
                 raise ValueError(
@@ -150,11 +150,11 @@ class RunFolders:
             locks.append((self._option, self.checkpoints))
         for option, folder in locks:
             configured = self._path() if folder == self.checkpoints else folder
-            with naming(option, configured):
+            with name_folder_error(option, configured):
                 self._lock = RunLock(folder, option)
                 self._lock.take(lambda text: print(printable(f"lock        {text}"), flush=True))
             release_at_leave(self._lock.release)
-            with naming(option, configured):
+            with name_folder_error(option, configured):
                 for leftover in folder.glob(f"{_TRIAL}*"):
                     discard(leftover)
                 _test_write(folder)
@@ -212,7 +212,7 @@ def _test_write(folder: Path) -> None:
 
 
 @contextmanager
-def naming(option: str, folder: Path) -> Iterator[None]:
+def name_folder_error(option: str, folder: Path) -> Iterator[None]:
     """Turn an OSError into a ValueError that names the folder, its option and the cause."""
     try:
         yield
@@ -266,7 +266,7 @@ def back_up_earlier(
     return [*_line(moved, backup_checkpoints), *_line(moved_records, backup)]
 
 
-def stands(run_dir: Path, checkpoints: Path) -> bool:
+def can_resume(run_dir: Path, checkpoints: Path) -> bool:
     """Whether --resume=auto can continue an earlier run.
 
     It can if the run has checkpoints, or records since its start from another run's checkpoint.
@@ -330,7 +330,7 @@ def _begin_at(start: Path, checkpoints: Path, folder: Path) -> list[Path]:
     random weights until the new one is written.
     """
     earlier = checkpoints / parent_checkpoint.FILE
-    copied = os.path.lexists(earlier) and not parent_checkpoint.names(checkpoints, start)
+    copied = os.path.lexists(earlier) and not parent_checkpoint.is_parent(checkpoints, start)
     if copied:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy2(earlier, folder / earlier.name, follow_symlinks=False)

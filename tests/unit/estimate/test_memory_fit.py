@@ -9,7 +9,7 @@ import pytest
 from megatron_fp8.estimate.config_reader import Settings, read
 from megatron_fp8.estimate.device import Device, device
 from megatron_fp8.estimate.estimate import estimate
-from megatron_fp8.estimate.memory_fit import fit
+from megatron_fp8.estimate.memory_fit import check_fit
 
 TINY = "--config=examples/configs/tiny_gpt_cpu.yaml"
 WHOLE = [
@@ -32,10 +32,10 @@ def settings() -> Settings:
 def test_the_change_that_is_named_fits(settings: Settings) -> None:
     there = of_size(1e12)
     needed = estimate(settings, there).fullest.total
-    assert fit(estimate(settings, there), there).fits
+    assert check_fit(estimate(settings, there), there).fits
     for part in (0.9, 0.15):
         small = of_size(needed * part)
-        found = fit(estimate(settings, small), small, reserve=0.0)
+        found = check_fit(estimate(settings, small), small, reserve=0.0)
         assert not found.fits and found.change is not None and found.changed is not None
         again = read([*WHOLE, *found.change], gpus=8)
         assert estimate(again, small).fullest.total == found.changed <= small.memory
@@ -46,13 +46,13 @@ def test_splitting_comes_first_then_recomputation() -> None:
     there = of_size(1e12)
     needed = estimate(settings, there).fullest.total
     small = of_size(needed * 0.7)
-    found = fit(estimate(settings, small), small, reserve=0.0)
+    found = check_fit(estimate(settings, small), small, reserve=0.0)
     assert found.change and found.change[0].startswith("--model.recompute_granularity")
 
 
 def test_nothing_is_promised_that_does_not_fit(settings: Settings) -> None:
     tiny = of_size(1000)
-    found = fit(estimate(settings, tiny), tiny)
+    found = check_fit(estimate(settings, tiny), tiny)
     assert not found.fits and found.change is None and found.smallest > 1000
 
 

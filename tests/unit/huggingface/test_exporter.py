@@ -9,7 +9,7 @@ import pytest
 from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms
 from megatron_fp8.huggingface.exporter import _reader_notes
 from megatron_fp8.huggingface.formats import FORMATS
-from megatron_fp8.huggingface.weight_plan import Wanted, _high_precision_linears
+from megatron_fp8.huggingface.weight_plan import ExportOptions, _high_precision_linears
 
 SECTION: dict[str, Any] = {
     "num_layers": 1, "num_moe_experts": 1, "multi_latent_attention": True, "q_lora_rank": 8, "fp8": "e4m3",
@@ -19,7 +19,9 @@ QUERY, KEY = (f"model.layers.0.self_attn.{name}" for name in ("q_a_proj", "kv_a_
 
 
 def kept(section: dict[str, Any], *ignore: str) -> set[str]:
-    return _high_precision_linears({**SECTION, **section}, SITES, Wanted(FORMATS["fp8-channel"], ignore))
+    return _high_precision_linears(
+        {**SECTION, **section}, SITES, ExportOptions(FORMATS["fp8-channel"], ignore)
+    )
 
 
 @pytest.mark.parametrize("one", ["*.q_a_proj", "*.kv_a_proj_with_mqa"])
@@ -37,7 +39,9 @@ def test_both_stay_where_training_kept_one(site):
 
 def test_queries_without_a_latent_have_no_partner():
     sites = gemms(list(entries(ARCHITECTURES["DeepseekV3ForCausalLM"], {**SECTION, "q_lora_rank": None})))
-    assert _high_precision_linears(SECTION, sites, Wanted(FORMATS["fp8-channel"], ("*.kv_a_proj*",))) == {KEY}
+    assert _high_precision_linears(
+        SECTION, sites, ExportOptions(FORMATS["fp8-channel"], ("*.kv_a_proj*",))
+    ) == {KEY}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,7 @@ def test_the_ends_that_training_kept_are_the_decoders(said, expected):
     sites = {f"decoder.layers.{n}.mlp.linear_fc2": (f"layer {n}",) for n in range(4)}
     sites["mtp.layers.0.transformer_layer.mlp.linear_fc2"] = ("prediction",)
     section = {"num_layers": 4, "fp8": "e4m3", "first_last_layers_bf16": True, **said}
-    wanted = Wanted(FORMATS["fp8-channel"])
+    wanted = ExportOptions(FORMATS["fp8-channel"])
     assert _high_precision_linears(section, sites, wanted) == {f"layer {n}" for n in expected}
     assert _high_precision_linears({**section, "fp8": None, "fp4": "e2m1"}, sites, wanted) == {
         f"layer {n}" for n in expected

@@ -11,7 +11,7 @@ from megatron_fp8.huggingface.formats import (
     encode,
     quantization_config,
     weight_recipe,
-    with_what_it_says,
+    with_source_settings,
 )
 from megatron_fp8.huggingface.layout import Heads, join_qkv, pad_rows, split_qkv
 from megatron_fp8.huggingface.weight_decoder import check_readable, decode
@@ -159,6 +159,6 @@ def test_powers_of_two_are_announced_only_of_such_scales():
         (Float8BlockScaling(use_f32_scales=False), True),
         (Float8BlockScaling(use_f32_scales=True), False),
     ):
-        found, notes = with_what_it_says(ours, theirs, recipe.rule("weight"))
+        found, notes = with_source_settings(ours, theirs, recipe.rule("weight"))
         assert ("scale_fmt" in found) == kept and bool(notes) != kept
-    assert with_what_it_says(ours, theirs, None)[0]["scale_fmt"] == "ue8m0"
+    assert with_source_settings(ours, theirs, None)[0]["scale_fmt"] == "ue8m0"

@@ -62,8 +62,8 @@ def test_the_parts_of_a_name() -> None:
     fc1 = "decoder.layers.3.mlp.experts.local_experts.12.linear_fc1"
     assert names.split_expert(fc1) == ("decoder.layers.3.mlp.experts.local_experts.", 12)
     assert names.split_expert("decoder.layers.3.mlp.linear_fc1") == ("decoder.layers.3.mlp.linear_fc1", 0)
-    assert names.numbered(fc1, 0) == "decoder.layers.3.mlp.experts.local_experts.0.linear_fc1"
-    assert names.numbered("decoder.layers.3.mlp.linear_fc1", 5) == "decoder.layers.3.mlp.linear_fc1"
+    assert names.expert_name(fc1, 0) == "decoder.layers.3.mlp.experts.local_experts.0.linear_fc1"
+    assert names.expert_name("decoder.layers.3.mlp.linear_fc1", 5) == "decoder.layers.3.mlp.linear_fc1"
     key = "decoder.layers.3.mlp.experts.experts.12.linear_fc1.fp8_state.weight.scale"
-    assert names.of_key(key) == f"{fc1}.fp8_state.weight.scale"
-    assert names.of_key("decoder.layers.3.mlp.router.weight") == "decoder.layers.3.mlp.router.weight"
+    assert names.name_of_key(key) == f"{fc1}.fp8_state.weight.scale"
+    assert names.name_of_key("decoder.layers.3.mlp.router.weight") == "decoder.layers.3.mlp.router.weight"

@@ -14,12 +14,12 @@ from megatron_fp8.huggingface.formats import FORMATS, quantization_config
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.serve import engine_rules
 from megatron_fp8.serve.engine_rules import (
-    Refused,
+    EngineRefusal,
     fused_names,
     input_rule,
     kv_cache_format,
     module_of,
-    quantized,
+    quantized_linears,
     router_dtype,
 )
 from megatron_fp8.serve.parity import format_of
@@ -40,7 +40,7 @@ def test_a_rule_decides_as_the_engines_source(rules, name):
     for module in [*FIXTURE["modules"], module_of(engine, LATENT, fused)]:
         try:
             left += [module] if rule(module, ignored, fused) else []
-        except Refused:
+        except EngineRefusal:
             refused.append(module)
     assert {"left": left, "refused": refused} == expected
 
@@ -83,7 +83,7 @@ def test_an_exports_list_means_the_same_to_vllm(family, form):
     attention = [name for name in linears if name.startswith("model.layers.1.self_attn.")]
     for ignored in ([], attention):
         config = quantization_config(FORMATS[form], ["lm_head", *never_fp8(listed), *ignored], False)
-        found = quantized("vllm", config, linears)
+        found = quantized_linears("vllm", config, linears)
         assert {name for name, is_quantized in found.items() if not is_quantized} == set(ignored)
     assert format_of(config) == FORMATS[form]
 
@@ -94,17 +94,19 @@ def test_vllm_sees_that_mixtrals_experts_are_ignored(form):
     listed = list(entries(ARCHITECTURES["MixtralForCausalLM"], families()["MixtralForCausalLM"]))
     experts = [part for parts in gemms(listed).values() for part in parts if ".experts." in part]
     config = quantization_config(FORMATS[form], ["lm_head", *experts], False)
-    assert set(quantized("vllm", config, experts).values()) == {False}
+    assert set(quantized_linears("vllm", config, experts).values()) == {False}
 
 
 def test_an_engine_refuses_a_fused_linear_in_two_precisions():
     config = quantization_config(FORMATS["fp8-channel"], QKV[:1], False)
-    with pytest.raises(Refused, match=r"qkv_proj: some of q_proj, k_proj, v_proj are in high precision"):
-        quantized("vllm", config, QKV)
-    assert quantized("transformers", config, QKV) == dict(zip(QKV, (False, True, True), strict=True))
+    with pytest.raises(
+        EngineRefusal, match=r"qkv_proj: some of q_proj, k_proj, v_proj are in high precision"
+    ):
+        quantized_linears("vllm", config, QKV)
+    assert quantized_linears("transformers", config, QKV) == dict(zip(QKV, (False, True, True), strict=True))
     with pytest.raises(ValueError, match=r"no rules for quant_method='awq' in vllm"):
-        quantized("vllm", {"quant_method": "awq"}, QKV)
-    assert set(quantized("vllm", {}, QKV).values()) == {False}
+        quantized_linears("vllm", {"quant_method": "awq"}, QKV)
+    assert set(quantized_linears("vllm", {}, QKV).values()) == {False}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_fp8.mcore.routing_replay import flipped
+from megatron_fp8.mcore.routing_replay import count_changed_choices
 from megatron_fp8.serve.log_probs import _Measured, check_size
 from megatron_fp8.serve.parity import Numbers, Parity, Part
 
@@ -67,7 +67,7 @@ def test_nan_in_training_alone_is_a_difference_and_json_has_texts():
 def test_flips_are_sets_of_experts_that_differ():
     ours = [torch.tensor([[0, 1], [2, 3], [1, 0]]), torch.tensor([[0, 1], [2, 3], [1, 0]])]
     theirs = [torch.tensor([[1, 0], [2, 3], [1, 2]]), torch.tensor([[0, 1], [0, 3], [3, 0]])]
-    assert flipped(ours, theirs) == 3
+    assert count_changed_choices(ours, theirs) == 3
 
 
 def test_too_many_log_probabilities_are_refused():

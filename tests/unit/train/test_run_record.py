@@ -8,7 +8,7 @@ import math
 import pytest
 
 from megatron_fp8.commands.main import main
-from megatron_fp8.train.run_record import record_of, trained_beyond
+from megatron_fp8.train.run_record import later_training_note, record_of
 from tests.support.run_folders import write_run
 
 
@@ -130,19 +130,19 @@ def test_a_run_that_trained_on_after_its_newest_checkpoint_says_so(tmp_path):
     for iteration in (2, 4):
         (saves / f"iter_{iteration:07d}").mkdir(parents=True)
     older, newest = sorted(saves.iterdir())
-    assert trained_beyond(run, newest) == [], "no record is there"
+    assert later_training_note(run, newest) == [], "no record is there"
     metrics = run / "metrics.jsonl"
     metrics.write_text("".join(f'{{"iteration": {n}, "lm_loss": 1.0}}\n' for n in range(1, 5)))
-    assert trained_beyond(run, newest) == []
+    assert later_training_note(run, newest) == []
     with metrics.open("a") as stream:
         stream.write('{"iteration": 6, "lm_loss": 1.0}\n')
     said = "the run trained to iteration 6, and its newest checkpoint is of iteration 4"
     for path in (run, saves, newest):
-        assert trained_beyond(path, newest)[0].startswith(said), path
-    assert trained_beyond(older, older) == [], "it was chosen"
+        assert later_training_note(path, newest)[0].startswith(said), path
+    assert later_training_note(older, older) == [], "it was chosen"
     elsewhere = tmp_path / "elsewhere" / newest.name
     elsewhere.mkdir(parents=True)
-    assert trained_beyond(elsewhere.parent, elsewhere) == [], "whose records are not known"
+    assert later_training_note(elsewhere.parent, elsewhere) == [], "whose records are not known"
     with metrics.open("a") as stream:
         stream.write("{}\n")
-    assert "is not known: line 6 of " in trained_beyond(run, newest)[0]
+    assert "is not known: line 6 of " in later_training_note(run, newest)[0]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_fp8.train.config.sections import CheckpointSection
-from megatron_fp8.train.report import nothing_left, summary_line
+from megatron_fp8.train.report import no_iterations_left, summary_line
 
 
 def trainer(
@@ -62,6 +62,6 @@ def test_of_a_run_that_never_saves_it_says_that_the_weights_are_gone():
 
 
 def test_of_a_checkpoint_that_is_not_its_own_it_says_which():
-    said = nothing_left(trainer(9).run, Path("base/iter_0000009"))
+    said = no_iterations_left(trainer(9).run, Path("base/iter_0000009"))
     assert "the model is base/iter_0000009, which is not this run's own" in said
     assert "everything is in" not in said

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from megatron_fp8.mcore.optimizer.sharded_state import boxes, cut, held
+from megatron_fp8.mcore.optimizer.sharded_state import boxes, rank_state, split_into_boxes
 
 SHAPES = [(), (1,), (7,), (1, 5), (5, 1), (4, 6), (3, 4, 5), (2, 1, 3), (2, 3, 1, 4), (0,), (3, 0)]
 
@@ -57,7 +57,11 @@ def test_the_parts_of_all_ranks_are_the_tensor(ranks):
         "w", values.view(4, 6), (0, 2, 5), (2, 1, 3), prepend_axis_num=1, replica_id=(0, 0, 3)
     )
     runs = [(24 * rank // ranks, 24 * (rank + 1) // ranks) for rank in range(ranks)]
-    parts = [part for low, high in runs for part in cut(shard, "master.w", values[low:high], low, replica=0)]
+    parts = [
+        part
+        for low, high in runs
+        for part in split_into_boxes(shard, "master.w", values[low:high], low, replica=0)
+    ]
     whole = placed(parts, "master.w", torch.float32)
     assert whole.shape == (5, 4, 18)
     assert torch.equal(whole[2, :, 6:12], values.view(4, 6))
@@ -78,7 +82,11 @@ def test_a_factory_has_parts_of_both_its_tensors(ranks):
     values = torch.arange(36.0)
     factory = ShardedTensorFactory("w", values.view(6, 6), halves, lambda state: state, (0, 0, 1))
     runs = [(36 * rank // ranks, 36 * (rank + 1) // ranks) for rank in range(ranks)]
-    parts = [part for low, high in runs for part in cut(factory, "w", values[low:high], low, replica=0)]
+    parts = [
+        part
+        for low, high in runs
+        for part in split_into_boxes(factory, "w", values[low:high], low, replica=0)
+    ]
     for name, half in zip("wv", values.view(6, 6).chunk(2), strict=True):
         assert torch.equal(placed(parts, f"w_{name}", torch.float32)[3:], half)
 
@@ -89,7 +97,7 @@ def test_a_tensor_that_is_no_run_of_elements_is_refused():
 
     factory = ShardedTensorFactory("w", torch.zeros(4, 6), columns, lambda state: state, (0, 0, 0))
     with pytest.raises(AssertionError, match="no contiguous range"):
-        cut(factory, "w", torch.zeros(24), 0, replica=0)
+        split_into_boxes(factory, "w", torch.zeros(24), 0, replica=0)
 
 
 def test_masters_that_are_half_of_a_number_are_refused():
@@ -99,4 +107,4 @@ def test_masters_that_are_half_of_a_number_are_refused():
     )
     optimizer = SimpleNamespace(config=config)
     with pytest.raises(ValueError, match=r"16 bits of each master .* Set store_param_remainders=False\."):
-        held(optimizer, torch.nn.Parameter(torch.zeros(2)))
+        rank_state(optimizer, torch.nn.Parameter(torch.zeros(2)))

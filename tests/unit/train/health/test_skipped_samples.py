@@ -19,7 +19,7 @@ def test_places_are_those_that_remain():
         ranges.append((first, first + dice.randint(1, 9)))
     ranges = [r for i, r in enumerate(ranges) if not any(r[0] < o[1] and o[0] < r[1] for o in ranges[:i])]
     remaining = [i for i in range(200) if not any(first <= i < last for first, last in ranges)]
-    assert [skipped_samples.place(kept, ranges) for kept in range(100)] == remaining[:100]
+    assert [skipped_samples.sample_position(kept, ranges) for kept in range(100)] == remaining[:100]
 
 
 RECORDS = [{"first": 4, "last": 8, "iteration": 2, "went_back_to": 1, "why": "a spike"}]
@@ -60,11 +60,11 @@ def test_a_list_of_an_earlier_version_is_read_and_said(tmp_path):
 
 def test_what_the_manifest_says_and_what_came_after_are_put_together(tmp_path):
     later = {"first": 20, "last": 24, "iteration": 9, "went_back_to": 8, "why": "a spike"}
-    assert skipped_samples.together(tmp_path, RECORDS) == RECORDS
+    assert skipped_samples.merge_records(tmp_path, RECORDS) == RECORDS
     skipped_samples.write(tmp_path, [*RECORDS, later])
     assert (
-        skipped_samples.together(tmp_path, RECORDS)
-        == skipped_samples.together(tmp_path, [])
+        skipped_samples.merge_records(tmp_path, RECORDS)
+        == skipped_samples.merge_records(tmp_path, [])
         == [*RECORDS, later]
     )
 
@@ -75,7 +75,7 @@ def test_a_file_that_contradicts_the_manifest_is_refused(tmp_path, other):
     with pytest.raises(
         ValueError, match=r"left_out\.json' and the checkpoint's manifest contradict each other"
     ):
-        skipped_samples.together(tmp_path, RECORDS)
+        skipped_samples.merge_records(tmp_path, RECORDS)
 
 
 @pytest.mark.filterwarnings("ignore:.*of an earlier version")

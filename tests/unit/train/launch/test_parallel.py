@@ -132,7 +132,7 @@ def test_what_makes_a_gpu_machine_slow_is_said_at_the_start(monkeypatch, refused
     monkeypatch.setattr(parallel, "usable_cores", lambda: cores)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        parallel.look_at_gpu_machine(8)
+        parallel.check_gpu_machine(8)
     assert [bool(re.search(word, str(w.message))) for w, word in zip(said, words, strict=True)] == [
         True
     ] * len(words)
@@ -282,18 +282,18 @@ def gpus(monkeypatch):
 
 
 def test_settings_of_a_deterministic_process(gpus, monkeypatch):
-    parallel.be_deterministic()
+    parallel.set_deterministic()
     assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
     # Flash attention obeys errors, not warnings.
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["NCCL_ALGO"] == "^NVLS,NVLSTree"
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    parallel.be_deterministic()
+    parallel.set_deterministic()
     assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":16:8", "Ring")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(ValueError, match=r"CUBLAS_WORKSPACE_CONFIG=':0:0'.*unset it, or train with"):
-        parallel.be_deterministic()
+        parallel.set_deterministic()
 
 
 def test_determinism_is_set_before_the_first_use_of_a_gpu(gpus, monkeypatch):
@@ -306,8 +306,8 @@ def test_determinism_is_set_before_the_first_use_of_a_gpu(gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append("set_device"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(parallel, "check_layout", lambda *_: None)
-    monkeypatch.setattr(parallel, "be_deterministic", lambda: calls.append("deterministic"))
-    monkeypatch.setattr(parallel, "look_at_gpu_machine", stop)
+    monkeypatch.setattr(parallel, "set_deterministic", lambda: calls.append("deterministic"))
+    monkeypatch.setattr(parallel, "check_gpu_machine", stop)
     for asked, expected in (
         (True, ["deterministic", "set_device"]),
         (None, ["set_device"]),

@@ -192,18 +192,18 @@ def test_an_earlier_run_stands_where_auto_goes_on_with_it(tmp_path):
     """A file that says where a start began, of which nothing else is there, is of one that was killed as it loaded."""
     own = tmp_path / "run" / "checkpoints"
     saved_run(tmp_path / "run", own, None)
-    assert run_folder.stands(tmp_path / "run", own)
+    assert run_folder.can_resume(tmp_path / "run", own)
     for path in own.glob("iter_*"):
         path.rmdir()
-    assert run_folder.stands(tmp_path / "run", own)
+    assert run_folder.can_resume(tmp_path / "run", own)
     (own / parent_checkpoint.FILE).rename(tmp_path / "moved")
-    assert not run_folder.stands(tmp_path / "run", own)
+    assert not run_folder.can_resume(tmp_path / "run", own)
     (tmp_path / "moved").rename(own / parent_checkpoint.FILE)
     for name in RECORDS:
         (tmp_path / "run" / name).unlink()
-    assert not run_folder.stands(tmp_path / "run", own)
+    assert not run_folder.can_resume(tmp_path / "run", own)
     (own / parent_checkpoint.FILE).write_text("damaged")
-    assert run_folder.stands(tmp_path / "run", own)
+    assert run_folder.can_resume(tmp_path / "run", own)
 
 
 def test_a_latest_that_names_none_stands_in_nobodys_way(tmp_path):
