@@ -47,7 +47,11 @@ def main(arguments: list[str]) -> int:
         metavar="FORMAT",
         help=f"{', '.join(formats)} (the model's dtype: bf16)",
     )
-    add("--calibration", metavar="DIR", help="input scales: of megatron-fp8 calibrate")
+    add(
+        "--calibration",
+        metavar="DIR",
+        help="static input scales of megatron-fp8 calibrate; with --kv-cache too",
+    )
     add(
         "--kv-cache",
         choices=["fp8"],

@@ -254,7 +254,8 @@ def _check_copies(source: Path, tensors: Tensors, listed: list[Entry], section: 
     tied = section["share_embeddings_and_output_weights"] and _HEAD in tensors.names()
     if tied and not _are_equal(_HEAD, "model.embed_tokens.weight", tensors):
         raise ValueError(
-            f"{str(source)!r} has a lm_head.weight of its own, and tie_word_embeddings=true in its config.json."
+            f"{str(source)!r} has a lm_head.weight other than its embedding, and tie_word_embeddings=true in its"
+            " config.json: set that to false to import both, or remove the tensor."
         )
     first = {entry.megatron: entry.parts[0] for entry in listed if not entry.copy}
     for entry in listed:

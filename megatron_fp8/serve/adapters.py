@@ -65,15 +65,16 @@ class PlainModel:
             self._add(f"{name}.{child}" if name else child, inside)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Name -> parameter, each once, and persistent buffers."""
+        """Name -> parameter, each once, and persistent buffers. An adapted weight is another than the one it shares."""
         found: dict[str, torch.Tensor] = {}
-        seen: set[int] = set()
+        seen: set[tuple[int, str | None]] = set()
         for path, module in self.modules.items():
             own = {**module._parameters, **module._buffers}
             for name, tensor in own.items():
-                if tensor is None or id(tensor) in seen or name in module._non_persistent_buffers_set:
+                key = id(tensor), path if path in self.adapted else None
+                if tensor is None or key in seen or name in module._non_persistent_buffers_set:
                     continue
-                seen.add(id(tensor))
+                seen.add(key)
                 found[f"{path}.{name}" if path else name] = tensor
         return found
 

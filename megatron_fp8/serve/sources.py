@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..huggingface.architectures import Entry, entries
+from ..huggingface.architectures import HEAD, Entry, entries
 from ..huggingface.checkpoint_reader import SourceMetadata
 from ..huggingface.config import exported_architecture, model_section
 from ..huggingface.layout import heads_of, join_qkv
@@ -152,7 +152,8 @@ class ConvertedSource:
     Args:
         model: with its config, and parameters under the names of its directory. Active adapters are merged.
 
-    Raises ValueError: another family, an adapter that is not LoRA or DoRA, or a computed parameter.
+    Raises ValueError: another family, an adapter that is not LoRA or DoRA, a computed parameter, or an output head that
+    is the embedding by the config alone.
     """
 
     label = "the model"
@@ -173,6 +174,13 @@ class ConvertedSource:
             described.pop(name, None)
         self.section = model_section(described)
         self._tensors = plain.parameters()
+        if self.section["share_embeddings_and_output_weights"] and HEAD.parts[0] in self._tensors:
+            raise ValueError(
+                f"{HEAD.parts[0]} is not the embedding's weight, and tie_word_embeddings=True in the config: an adapter"
+                " changed or replaced one of the two (modules_to_save, or LoRA of lm_head), and readers of the config"
+                " would drop the head. Set model.config.tie_word_embeddings = False, to write both; or train one weight,"
+                " by LoraConfig(ensure_weight_tying=True) with modules_to_save."
+            )
         self._entries: dict[str, Entry] = {}
         listed = list(entries(exported_architecture(self.section), self.section))
         for entry in listed:

@@ -46,12 +46,12 @@ DATA = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(3)
 GEMMS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
 
 
-def base(recipe: str = "mxfp8", seed: int = 0) -> Any:
-    """A small Qwen3 in BF16 whose linears are frozen codes."""
+def base(recipe: str = "mxfp8", seed: int = 0, tied: bool = False) -> Any:
+    """A small Qwen3 in BF16 whose linears are frozen codes; ``tied``: the head is the embedding."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 128}
     sizes |= {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4}
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model("qwen3", **sizes, tie_word_embeddings=False)
+    config = transformers.AutoConfig.for_model("qwen3", **sizes, tie_word_embeddings=tied)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return freeze_weights(convert_to_fp8(model, recipe))
 
@@ -315,6 +315,34 @@ def test_adapters_alone_have_the_names_and_bytes_of_pefts_file(kind: str, tmp_pa
     assert_all_same(dict(HfWeights("lora").export_weights(model)), file)
     again = peft.PeftModel.from_pretrained(base(), tmp_path)
     assert_same_bytes(logits(again), logits(model))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"target_modules": [*TARGETS, "lm_head"]},
+    ],
+)
+def test_a_head_that_is_no_longer_the_embedding_is_written_or_refused(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Such as LoRA of a tied head, whose weight is the embedding's and whose value is not."""
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=4, init_lora_weights=False, **{"target_modules": TARGETS, **options})
+    model = peft.get_peft_model(base(tied=True), config)
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data += 0.1
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight is not the embedding's.*tie_word_embeddings = False"
+    ):
+        weight_stream(model, "bf16")
+    model.config.tie_word_embeddings = False
+    save_quantized(model, tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert (logits(loaded) - logits(model)).norm() < 0.1 * logits(model).norm()
 
 
 def test_several_adapters_and_none(tmp_path: Path) -> None:
