@@ -202,7 +202,7 @@ def gpt(layers: int, experts: int | None = None) -> Any:
 def megatron(layers: int, experts: int | None = None) -> dict[str, float]:
     """Of a GPTModel on one rank: what Megatron-Core takes to build it, and what comes then."""
     from benchmarks.support.ranks import model_parallel
-    from megatron_fp8.mcore.checkpoint.training import model_state
+    from megatron_fp8.mcore.checkpoint.training_state import model_state
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.sites import check_plan
 

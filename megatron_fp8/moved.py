@@ -21,6 +21,7 @@ MOVED = {
     "checkpoint_files": "files.checkpoint",
     "context": "plan.autocast_state",
     "graph": "state.cuda_graph",
+    "inference.activations": "inference.static_scales",
     "kernels.caches": "kernels.triton_support",
     "linear.compiled_grouped": "linear.compiled",
     "linear.main_grad": "linear.gemm_site",

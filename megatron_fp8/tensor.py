@@ -171,7 +171,7 @@ class QuantizedSide:
         # A code times a power of two is exact in bfloat16, or rounded to it once, as from float32.
         work = torch.bfloat16 if self.pow2 and dtype == torch.bfloat16 else torch.float32
         scale = self.float_scale_inv()
-        if host_sync.reading_syncs(codes.device):  # no read: NaN gets its canonical bits at the end
+        if host_sync.read_waits(codes.device):  # no read: NaN gets its canonical bits at the end
             values = scale_blocks_(self.codes.to(work), scale.to(work), self.granularity).to(dtype)
             return values if self.finite else one_nan_(values)
         finite = self.finite or known_finite(codes, self.fmt)

@@ -112,7 +112,7 @@ class Entry:
     Attributes:
         megatron: its name; for a layer's tensor without `decoder.layers.N.`.
         parts: Hugging Face names in the order of fusion; for a layer's tensor without `model.layers.N.`.
-        shape: names of its sizes (layout.py); `qkv` for the fused rows of queries, keys and values.
+        shape: names of its sizes (qkv_layout.py); `qkv` for the fused rows of queries, keys and values.
         vocabulary: its rows are padded.
         copy: second name under which the directory stores the same tensor.
         as_stored: it has its own dtype, independent of the model's.
@@ -129,7 +129,7 @@ class Entry:
 
     @property
     def qkv(self) -> bool:
-        """Whether queries, keys and values are interleaved by group of heads (layout.py)."""
+        """Whether queries, keys and values are interleaved by group of heads (qkv_layout.py)."""
         return self.shape[0] == "qkv"
 
     @property

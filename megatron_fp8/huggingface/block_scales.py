@@ -15,7 +15,7 @@ from ..params.block_codes import BLOCK, codes_of, scales_key
 from .architectures import Entry
 from .checkpoint_reader import WeightSource
 from .directory import Tensors
-from .layout import Heads, heads_of, join_qkv, split_qkv
+from .qkv_layout import Heads, heads_of, join_qkv, split_qkv
 from .weight_decoder import check_scale, scale_name
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from ..files.atomic_io import as_value_error
 from ..files.strict_json import Kind, check_shape
 from .architectures import ARCHITECTURES, REFUSED, Architecture
-from .layout import heads_of
 from .moe import MANY, check_experts, experts_config, experts_section
+from .qkv_layout import heads_of
 from .rotary import rotary_config, rotary_section
 
 VOCABULARY_MULTIPLE = 128

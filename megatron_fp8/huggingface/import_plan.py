@@ -23,7 +23,7 @@ from ..state.collectives import broadcast_value, first_rank_with
 from .architectures import Entry
 from .block_scales import block_scales
 from .directory import Tensors, name_write_errors, new_directory
-from .layout import heads_of, interleave, join_qkv, megatron_shape, pad_rows
+from .qkv_layout import heads_of, interleave, join_qkv, megatron_shape, pad_rows
 from .weight_decoder import read_weight, scale_name
 
 

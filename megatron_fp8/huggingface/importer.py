@@ -45,8 +45,8 @@ from .directory import (
     write_json,
 )
 from .import_plan import ImportPlan, Sharing, high_precision
-from .layout import part_shapes
 from .moe import names_of_experts
+from .qkv_layout import part_shapes
 from .weight_decoder import (
     check_readable,
     dropped_scale_notes,

@@ -24,7 +24,7 @@ from .architectures import Architecture, Entry, entries, fused_latents, gemms, n
 from .block_scales import has_block_scales, high_precision_linears, original_codes
 from .checkpoint_reader import WeightSource
 from .formats import WeightFormat, encode, kv_scale, static_input_scale, weight_recipe
-from .layout import heads_of, megatron_shape, split_qkv
+from .qkv_layout import heads_of, megatron_shape, split_qkv
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 """(items, count) -> the same items; shows progress during iteration."""

@@ -27,8 +27,8 @@ from ..linear.gemm_site import GemmSite
 from ..numerics.rule import ROW, Rule
 from ..quantizer import Quantizer
 from ..recipe import recipe_name
-from .activations import StaticScale
 from .batch_invariant_operators import BatchInvariantMode
+from .static_scales import StaticScale
 
 # ---------------------------------------------------------------------------------------------------------------- sites
 

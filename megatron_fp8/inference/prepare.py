@@ -3,10 +3,9 @@
     model = prepare_for_inference(model)                             # activations scaled as in training
     model = prepare_for_inference(model, calibration=calibration)    # ... with static scales
 
-Every linear keeps its module, name and GEMM site. Its weight becomes codes (params/frozen_parameter.py), and with static
-scales its input's quantizer changes (activations.py). Everything that is no GEMM (state dicts, copies, exports) sees the
-dequantized matrix. Training forward and inference share one code path, so their
-logits are bit-identical.
+Every linear keeps its module, name and GEMM site. Its weight becomes codes (params/frozen_parameter.py). With static
+scales its input's quantizer changes (static_scales.py). Whatever is no GEMM (state dicts, copies, exports) sees the
+dequantized matrix. Training's forward and inference run the same code, so their logits are bit-identical.
 
 Rejected: separate modules for inference. Code that checks a module's class (parallel layouts, checkpoints,
 export) would have to support them, and two forward passes diverge over time.
@@ -31,10 +30,10 @@ from ..params.frozen_parameter import frozen_parameter
 from ..plan.site_plan import bf16_site
 from ..recipe import alignment, recipe_name
 from ..state.precision_schedule import PrecisionSchedule
-from .activations import Padding, StaticQuantizer, StaticScale, static_refusal
 from .batch_invariant import BatchInvariantSite, check_batch_invariant, make_batch_invariant
 from .calibration import Calibration, fp8_modules
-from .weights import model_bytes
+from .model_size import model_bytes
+from .static_scales import Padding, StaticQuantizer, StaticScale, static_refusal
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

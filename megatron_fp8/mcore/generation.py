@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..inference import Sampler
-from ..inference.weights import storage_bytes
+from ..inference.model_size import storage_bytes
 from .layers.attention import RotatedKeys
 from .runtime import unwrap
 

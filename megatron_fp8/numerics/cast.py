@@ -106,7 +106,7 @@ def cast(
 def _one_nan(codes: torch.Tensor) -> torch.Tensor:
     """Replaces the NaN code 0xFF by 0x7F, in place: torch's conversion keeps the sign."""
     byte = codes.view(torch.uint8)
-    if codes.numel() and (host_sync.reading_syncs(codes.device) or bool(byte.max() == 0xFF)):
+    if codes.numel() and (host_sync.read_waits(codes.device) or bool(byte.max() == 0xFF)):
         byte.masked_fill_(byte == 0xFF, NAN_CODE)
     return codes
 
@@ -128,7 +128,7 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32, *, finite: b
         return decode(codes[None], dtype, finite=finite)[0]
     if codes.ndim == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
         return decode(codes.t(), dtype, finite=finite).t()
-    if host_sync.reading_syncs(codes.device):
+    if host_sync.read_waits(codes.device):
         return codes.to(dtype) if finite else one_nan_(codes.to(dtype))
     if not (finite or known_finite(codes, fmt)):
         return one_nan_(codes.to(torch.float32).to(dtype))
@@ -157,7 +157,7 @@ def known_finite(codes: torch.Tensor, fmt: FloatFormat) -> bool:
     """Whether no code is NaN or Inf: all magnitudes are below the first special code. Always False on a GPU (no
     read)."""
     first = 0x7C if fmt.has_inf else 0x7F
-    if host_sync.reading_syncs(codes.device):
+    if host_sync.read_waits(codes.device):
         return False
     if codes.numel() == 0:
         return True

@@ -5,6 +5,6 @@ from __future__ import annotations
 import torch
 
 
-def reading_syncs(device: torch.device) -> bool:
+def read_waits(device: torch.device) -> bool:
     """Whether reading a value back waits for all earlier work, as on a GPU: then no step reads one."""
     return device.type == "cuda"

@@ -67,7 +67,7 @@ def block_amaxes(
     unit = math.lcm(*(r for r, _ in blocks if r))  # a chunk has whole blocks
     for part in chunks(-(-rows // unit), x.numel(), x.device):
         bits, inf = magnitude_bits(x[unit * part.start : unit * part.stop])
-        if host_sync.reading_syncs(x.device) or bool(bits.max() >= inf):
+        if host_sync.read_waits(x.device) or bool(bits.max() >= inf):
             count = (bits >= inf).sum()
             nonfinite = count if nonfinite is None else nonfinite + count
             bits.masked_fill_(bits > inf, 0)

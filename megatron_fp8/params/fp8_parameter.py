@@ -321,5 +321,5 @@ def broadcast(parameter: Fp8Parameter, source: int, group: Any) -> None:
     for number in (stored.amax, count):
         dist.broadcast(number, src=source, group=group)
     # Products skip the NaN check if there is no count; on a GPU it is kept unread, since reading it would wait.
-    stored.nonfinite = count if host_sync.reading_syncs(device) or count else None
+    stored.nonfinite = count if host_sync.read_waits(device) or count else None
     parameter.refresh()

@@ -166,7 +166,7 @@ class _Piece:
         first = self.amaxes[0]
         amax = first.amax() if first.numel() else torch.zeros((), device=param.device, dtype=torch.float32)
         # On a GPU the count is kept even if it is 0: reading it would wait for the GPU.
-        keep_count = self.by_kernel or host_sync.reading_syncs(param.device)
+        keep_count = self.by_kernel or host_sync.read_waits(param.device)
         count = self.nonfinite if keep_count or self.nonfinite else None
         param.set_scales([inverse for _, inverse in self.scales], amax, count)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..huggingface.architectures import HEAD, Entry, entries
 from ..huggingface.checkpoint_reader import SourceMetadata
 from ..huggingface.config import exported_architecture, model_section
-from ..huggingface.layout import heads_of, join_qkv
+from ..huggingface.qkv_layout import heads_of, join_qkv
 from ..nn.linear import Fp8Layer
 from ..params.fp8_tensor_base import Fp8TensorBase
 from ..recipe import Recipe

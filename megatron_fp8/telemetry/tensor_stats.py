@@ -300,7 +300,7 @@ def _values_of_chunk(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = part.to(torch.float64)
     finite = x.isfinite()
     count = finite.sum(dtype=torch.float64)
-    if host_sync.reading_syncs(x.device) or float(count) != x.numel():
+    if host_sync.read_waits(x.device) or float(count) != x.numel():
         lowest, highest = (torch.where(finite, x, math.inf).amin(), torch.where(finite, x, -math.inf).amax())
         x = torch.where(finite, x, 0.0)
     else:

@@ -265,7 +265,7 @@ def loads_what_a_gpu_saved(folder: str) -> tuple[Any, bool]:
     """Why streams start anew, and whether the weights are those that were saved with a GPU's streams."""
     from megatron_fp8.files.checkpoint import read_manifest
     from megatron_fp8.mcore import checkpoint
-    from megatron_fp8.mcore.checkpoint import training as checkpoint_rng
+    from megatron_fp8.mcore.checkpoint import training_state as checkpoint_rng
 
     own = checkpoint_rng.streams
 
@@ -393,7 +393,7 @@ def test_an_optimizer_without_adams_state_is_refused_in_words(ranks):
 
 def sgd_saves() -> str:
     with model_parallel():
-        from megatron_fp8.mcore.checkpoint.training import sharded_state
+        from megatron_fp8.mcore.checkpoint.training_state import sharded_state
 
         training = Training(Layout(), "tensorwise", NARROW, {}, seed=1)
         optimizer = gpt.build_optimizer(training.config, training.chunks, optim={"optimizer": "sgd"})

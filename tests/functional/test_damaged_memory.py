@@ -61,7 +61,7 @@ def unsound(layout: Layout, options: list[str], kinds: list[str]) -> list[str]:
         import torch.distributed as dist
 
         from megatron_fp8.mcore.checkpoint.store import prepare
-        from megatron_fp8.mcore.checkpoint.training import sharded_state
+        from megatron_fp8.mcore.checkpoint.training_state import sharded_state
         from tests.support.memory_damage import damage
 
         trainer = small_run(layout, options)

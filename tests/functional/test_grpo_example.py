@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.support.ranks import model_parallel
-from megatron_fp8.huggingface.layout import Heads, split_qkv
+from megatron_fp8.huggingface.qkv_layout import Heads, split_qkv
 from megatron_fp8.quantizer import quantize
 from megatron_fp8.recipe import MXFP8BlockScaling
 from tests.support.command import ROOT, lines, run

@@ -18,7 +18,7 @@ from megatron_fp8.commands.import_ import main as import_main
 from megatron_fp8.files.checkpoint import Manifest, find_checkpoint, read_manifest, read_metadata, read_tensor
 from megatron_fp8.huggingface.architectures import ARCHITECTURES, entries, gemms
 from megatron_fp8.huggingface.formats import FORMATS
-from megatron_fp8.huggingface.layout import Heads, split_qkv
+from megatron_fp8.huggingface.qkv_layout import Heads, split_qkv
 from megatron_fp8.inference.calibration import Calibration, Range
 from megatron_fp8.numerics.nvfp4 import tensor_scale
 from megatron_fp8.numerics.scaling import e8m0_to_scale_inv
@@ -395,7 +395,7 @@ def test_exported_codes_are_those_that_training_multiplied(folder, ranks, tmp_pa
 def masters_case(config_file: str, source: str, layout: Layout, distributed: bool) -> dict[str, torch.Tensor]:
     """A case for ranks: this rank's masters by name after loading weights alone; a step from there changes them."""
     from megatron_fp8.mcore import checkpoint
-    from megatron_fp8.mcore.checkpoint.training import shards_in
+    from megatron_fp8.mcore.checkpoint.training_state import shards_in
 
     with model_parallel(layout):
         option = f"--optimizer.use_distributed_optimizer={str(distributed).lower()}"

@@ -89,7 +89,7 @@ def once(name: str, world: int, rank: int, folder: Path) -> dict[str, dict[str, 
     """What a rank asks for at start-up, for the report, for telemetry and for a checkpoint."""
     from megatron_fp8.files.checkpoint import Manifest
     from megatron_fp8.mcore.checkpoint import saver
-    from megatron_fp8.mcore.checkpoint.training import sharded_state
+    from megatron_fp8.mcore.checkpoint.training_state import sharded_state
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.sites import check_plan, fp8_linears
     from megatron_fp8.telemetry.replica_dedup import agree
@@ -154,7 +154,7 @@ def test_each_rank_stores_the_masters_and_moments_that_it_holds(name: str, world
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-    from megatron_fp8.mcore.checkpoint.training import sharded_state
+    from megatron_fp8.mcore.checkpoint.training_state import sharded_state
 
     arguments, settings = of_a_world(name, world)
     stages = settings.model.pipeline_model_parallel_size
@@ -199,7 +199,7 @@ def calls() -> Iterator[list[int]]:
 def of_many_layers(layers: int, experts: int, folder: Path) -> dict[str, int]:
     """Calls of what is done once with Megatron-Core's GPTModel on the meta device, and what that makes."""
     from megatron_fp8.mcore.checkpoint.store import Shards, prepare
-    from megatron_fp8.mcore.checkpoint.training import model_state
+    from megatron_fp8.mcore.checkpoint.training_state import model_state
     from megatron_fp8.mcore.report import site_report
     from megatron_fp8.mcore.sites import check_plan
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from megatron_fp8.commands.main import main
 from megatron_fp8.huggingface.architectures import entries
 from megatron_fp8.huggingface.config import architecture_of, model_section
-from megatron_fp8.huggingface.layout import part_shapes
+from megatron_fp8.huggingface.qkv_layout import part_shapes
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

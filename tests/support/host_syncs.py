@@ -85,7 +85,7 @@ def waits(hidden: bool = True) -> Iterator[Waits]:
         return tensor
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(host_sync, "reading_syncs", lambda device: True))
+        stack.enter_context(mock.patch.object(host_sync, "read_waits", lambda device: True))
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
         if hidden:
             stack.enter_context(profile)

@@ -88,7 +88,7 @@ class Training:
 
     def digests(self) -> dict[str, str]:
         """Of every byte that training continues from, by kind: equal digests, equal state."""
-        from megatron_fp8.mcore.checkpoint.training import streams
+        from megatron_fp8.mcore.checkpoint.training_state import streams
         from megatron_fp8.mcore.runtime import state_of
         from megatron_fp8.params.fp8_parameter import Fp8Parameter
 

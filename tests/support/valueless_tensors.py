@@ -93,7 +93,7 @@ def gpu_without_values(refusal: Refusal = in_order) -> Iterator[Launches]:
     patches.append(mock.patch.object(torch, "_scaled_mm_v2", _scaled_mm_v2))
     patches += [mock.patch.object(module, "refusals", lambda *_: refusal) for module in (native, products)]
     patches.append(mock.patch.object(dispatch, "run_on", lambda _: True))
-    patches.append(mock.patch.object(host_sync, "reading_syncs", lambda _: True))
+    patches.append(mock.patch.object(host_sync, "read_waits", lambda _: True))
     patches.append(mock.patch.object(placement, "has_kernels", lambda _: True))
     patches.append(mock.patch.object(zero_pool, "_fills_each", lambda _: False))
     patches.append(mock.patch.object(zero_pool, "_pools", {}))

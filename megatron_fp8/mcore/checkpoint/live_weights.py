@@ -19,7 +19,7 @@ from ...state.arena import is_slot_key
 from ..optimizer.sharded_state import split_into_boxes
 from ..runtime import unwrap
 from ..sites import prepare
-from .training import model_state, tensors_of
+from .training_state import model_state, tensors_of
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from ..runtime import state_of, unwrap
 from ..sites import fp8_linears, prepare
 from .state_dict import fit_to_checkpoint, recipes_of, warm_from_weights
 from .store import load_shards
-from .training import (
+from .training_state import (
     MASTERS,
     distributed,
     fit_device,

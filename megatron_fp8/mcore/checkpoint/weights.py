@@ -23,7 +23,7 @@ from ...params.fp8_parameter import Fp8Parameter
 from ...state.collectives import first_rank_with
 from .saver import SaveError, Saver
 from .store import Make
-from .training import tensors_of
+from .training_state import tensors_of
 
 
 def save_weights(folder: Path, weights: dict[str, torch.Tensor], manifest: Manifest, make: Make) -> None:

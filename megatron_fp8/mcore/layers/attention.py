@@ -312,7 +312,7 @@ def _last_queries_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     On a GPU it is a CausalBias without data, which torch passes to flash attention. A mask in memory has quadratic
     size, runs the slower kernels, and in cuDNN gives NaN gradients (pytorch#196678).
     """
-    if host_sync.reading_syncs(device):
+    if host_sync.read_waits(device):
         # Not with torch's constructor, which allocates the whole mask.
         mask = torch.empty(0, dtype=torch.float32, device="cpu").as_subclass(CausalBias)
         mask.variant, mask.seq_len_q, mask.seq_len_kv = CausalVariant.LOWER_RIGHT, queries, keys
@@ -335,7 +335,7 @@ def _sdpa(
 
 
 def _is_masked_on_gpu(q: Tensor, options: dict[str, Any]) -> bool:
-    return "attn_mask" in options and host_sync.reading_syncs(q.device)
+    return "attn_mask" in options and host_sync.read_waits(q.device)
 
 
 def _packed(

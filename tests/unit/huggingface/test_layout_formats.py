@@ -13,7 +13,7 @@ from megatron_fp8.huggingface.formats import (
     weight_recipe,
     with_source_settings,
 )
-from megatron_fp8.huggingface.layout import Heads, join_qkv, pad_rows, split_qkv
+from megatron_fp8.huggingface.qkv_layout import Heads, join_qkv, pad_rows, split_qkv
 from megatron_fp8.huggingface.weight_decoder import check_readable, decode
 from megatron_fp8.recipe import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 from tests.support.hf_small import gemm_parts

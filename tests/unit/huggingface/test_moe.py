@@ -11,7 +11,7 @@ from megatron_fp8.huggingface.architectures import entries, layers_of_experts
 from megatron_fp8.huggingface.checkpoint_reader import Source
 from megatron_fp8.huggingface.config import exported_architecture, hf_config, model_section
 from megatron_fp8.huggingface.exporter import describe
-from megatron_fp8.huggingface.layout import part_shapes
+from megatron_fp8.huggingface.qkv_layout import part_shapes
 from tests.support.hf_experts import DEEPSEEK, FAMILIES
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fp8.backends import emulated
-from megatron_fp8.inference.activations import StaticScale
+from megatron_fp8.inference.static_scales import StaticScale
 from megatron_fp8.kernels.cpu import fp4 as cpu_fp4
 from megatron_fp8.linear.function import fp8_linear
 from megatron_fp8.linear.gemm_site import GemmSite

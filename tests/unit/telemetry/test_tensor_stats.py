@@ -263,7 +263,7 @@ def test_c_and_torch_agree_on_large_tensors_and_threads(monkeypatch):
     monkeypatch.setattr(stats, "usable", lambda x: False)
     monkeypatch.setattr(cast, "CHUNK", 50_000)  # several
     for waits in (False, True):  # as on a GPU, where nobody looks whether all is finite
-        monkeypatch.setattr(host_sync, "reading_syncs", lambda device, waits=waits: waits)
+        monkeypatch.setattr(host_sync, "read_waits", lambda device, waits=waits: waits)
         slow = measure(x, layout, {"": quantized})
         assert torch.equal(slow.extremes, found[0].extremes)
         torch.testing.assert_close(slow.sums, found[0].sums, rtol=1e-12, atol=0)

@@ -272,7 +272,7 @@ def test_last_queries_on_a_gpu(groups: int, monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(torch.backends.cuda.cudnn_sdp_enabled())
         return dispatch(*args, **kwargs)
 
-    monkeypatch.setattr(host_sync, "reading_syncs", lambda device: True)
+    monkeypatch.setattr(host_sync, "read_waits", lambda device: True)
     monkeypatch.setattr(CausalBias, "_dispatch", staticmethod(asking))
     mask = attention._causal_mask(q[16:], k, True)
     told = attention._sdpa(q[16:], k, v, 0.25, **mask)
