@@ -240,6 +240,10 @@ class Product(NamedTuple):
     out: torch.Tensor
 
 
+_captured: list[torch.Tensor] = []
+"""Tables that CUDA graphs copy at each replay. Older versions of torch would give their memory to others."""
+
+
 @on_its_device
 def grouped_block_matmul(
     first: torch.Tensor, products: Sequence[Product], *, a_height: int, b_height: int, add: bool = False
@@ -269,7 +273,10 @@ def grouped_block_matmul(
     table = torch.tensor(lines, dtype=torch.int64, device="cpu")
     told = torch.cat([table.view(-1), _places(tiles).view(-1)])
     if first.is_cuda:
-        told = told.pin_memory().to(first.device, non_blocking=True)
+        told = told.pin_memory()
+        if torch.cuda.is_current_stream_capturing():
+            _captured.append(told)
+        told = told.to(first.device, non_blocking=True)
     codes_whole, out_whole = (
         # Addresses, K and N: reads of 16 codes are aligned, and so are writes.
         bool((table[:, those] % 16 == 0).all())

@@ -18,9 +18,11 @@ from benchmarks import (
     gpu_child,
     gpu_common,
     gpu_environment,
+    gpu_fused,
     gpu_graph,
     gpu_sanitiser,
     gpu_sections,
+    gpu_training,
 )
 from benchmarks.gpu_common import Machine
 from benchmarks.support.ranks import RankPool, model_parallel
@@ -172,6 +174,25 @@ def test_nothing_wrong_is_timed(monkeypatch: pytest.MonkeyPatch):
     result = told.results["bench gemm"]
     assert result["verdict"] == "FAIL"
     assert result["detail"].startswith("wrong, and not timed: gemm 64 x 96 x 128 delayed: off by 1.0e+00")
+
+
+@pytest.mark.parametrize("module", [gpu_training, gpu_fused])
+def test_cublas_is_deterministic_before_its_first_product(module: Any, monkeypatch: pytest.MonkeyPatch):
+    """Asking what a GPU supports multiplies, and cuBLAS reads its setting once: every later product would be refused."""
+    calls: list[str] = []
+
+    def asked(*_: Any) -> None:
+        calls.append("supported")
+        raise gpu_common.NotRun("enough")
+
+    monkeypatch.setattr(module, "supported", asked)
+    monkeypatch.setattr(module, "set_deterministic", lambda: calls.append("deterministic"))
+    deterministic = [name for name in module.checks() if name.partition(" ")[0] not in ("update", "masters")]
+    for name in deterministic:
+        calls.clear()
+        with pytest.raises(gpu_common.NotRun, match="enough"):
+            module.checks()[name](Machine(torch.device("cpu"), dry=False))
+        assert calls == ["deterministic", "supported"], name
 
 
 def test_dry_training_on_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

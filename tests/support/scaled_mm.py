@@ -48,6 +48,7 @@ class FakeTorch:
         suffix=" v1",
     ):
         assert scale_result is None
+        _readable(a, b, scale_a, scale_b, bias)
         (m, k), n = a.shape, b.shape[1]
         if scale_a.dtype == torch.float8_e8m0fnu:
             kind = "mx"
@@ -95,6 +96,7 @@ class FakeTorch:
         fast,
         out=None,
     ):
+        _readable(a, b, scale_a[0], scale_b[0], bias)
         if a.dtype == b.dtype == torch.float4_e2m1fn_x2:
             assert dims == [] and not fast
             ways = (recipe_a, swizzle_a), (recipe_b, swizzle_b)
@@ -254,6 +256,16 @@ class FakeTorch:
     def last(self) -> dict[str, Any]:
         """The last product: its kind, dtype, whether it added a bias, whether it accumulated fast."""
         return self.history[-1]
+
+
+def _readable(a, b, scale_a, scale_b, bias):
+    """cuBLASLt reads codes, vectors of scales (pytorch#159957) and a bias in pieces of 16 bytes; torch hands it a bias's
+    address alone."""
+    vectors = {"scale of a": scale_a, "scale of b": scale_b, "bias": bias}
+    read = {"a": a, "b": b} | {name: x for name, x in vectors.items() if x is not None and x.numel() > 1}
+    for name, x in read.items():
+        assert x.data_ptr() % 16 == 0, f"{name} begins {x.data_ptr() % 16} bytes after a multiple of 16"
+    assert bias is None or bias.is_contiguous(), f"bias has strides {bias.stride()}"
 
 
 def _square_blocks(scale: torch.Tensor, n: int, k: int) -> torch.Tensor:

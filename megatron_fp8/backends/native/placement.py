@@ -58,6 +58,17 @@ def has_kernels(codes: torch.Tensor) -> bool:
     return codes.is_cuda
 
 
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether x is contiguous and begins at a multiple of 16 bytes of its storage. cuBLASLt moves vectors of scales
+    (pytorch#159957), biases and results in such pieces, and torch hands it a bias's address without its stride."""
+    return x.is_contiguous() and x.storage_offset() * x.element_size() % 16 == 0
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x itself if ``is_aligned``, else a copy."""
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def place_scale(plan: ProductPlan, side: QuantizedSide, *, first: bool) -> torch.Tensor:
     """A side's scale_inv in the layout of the plan's mode."""
     argument, mode = (plan.scale_a if first else plan.scale_b), plan.request.mode
@@ -71,7 +82,7 @@ def place_scale(plan: ProductPlan, side: QuantizedSide, *, first: bool) -> torch
     if mode is Mode.ROW:
         rows = side.codes.shape[0]
         if scale.shape == (rows, 1) and scale.stride() == (1, 1) and rows == max(argument.shape):
-            return scale.view(argument.shape)
+            return aligned(scale.view(argument.shape))
         flat = scale.expand(rows, 1)[:, 0].contiguous()
         padding = argument.shape[0] * argument.shape[1] - rows
         return (torch.cat([flat, flat.new_ones(padding)]) if padding else flat).view(argument.shape)

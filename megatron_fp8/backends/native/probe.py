@@ -108,6 +108,8 @@ def _try(request: Request, device: torch.device, run: Run) -> str | None:
     assert wanted.request == request, "what alone is not refused is planned"
     try:
         found = run(wanted, a, b, bias)[:m, :_N].double()
+    except torch.OutOfMemoryError:
+        raise  # of this GPU now, and not of the product
     except kernels.refusals() as error:
         return str(error).strip().partition("\n")[0]
     values_a, values_b = (_values(side) for side in (a, b))

@@ -26,7 +26,7 @@ from ...tensor import QuantizedSide
 from ..base import RESULTS, gemm_error, gemm_in_turn
 from . import fp4
 from .layout import Mode, Operand, ProductPlan, Refusal, Request, plan, round_up
-from .placement import arguments, block_scales, place_codes, row_scales
+from .placement import aligned, arguments, block_scales, is_aligned, place_codes, row_scales
 from .probe import refusals
 
 
@@ -143,14 +143,9 @@ def _finished(
 
 
 def _is_written_by(made: ProductPlan, out: torch.Tensor) -> bool:
-    """Whether the planned product's own result is ``out``. torch's products want it aligned to 16 bytes."""
+    """Whether the planned product's own result is ``out``."""
     exact = made.request.out == out.dtype and (made.a.shape[0], made.b.shape[1]) == out.shape
-    return (
-        exact
-        and not (made.post_scale or made.post_bias)
-        and out.is_contiguous()
-        and out.storage_offset() * out.element_size() % 16 == 0
-    )
+    return exact and not (made.post_scale or made.post_bias) and is_aligned(out)
 
 
 def grouped_gemm(
@@ -251,6 +246,7 @@ def multiply(
 
     ``out``: [M, N] of that dtype, contiguous, to write it to.
     """
+    bias = None if bias is None else aligned(bias)
     if product.request.triton:
         return _multiply_blocks(a, b, product.request.out, bias, out, add=False)
     codes_a, codes_b, scale_a, scale_b = arguments(product, a, b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -371,3 +372,41 @@ def test_each_kind_of_product_is_tried_once():
         for _ in range(3):
             native.gemm(*operands("fprop", RECIPES["rowwise"], 8, 8, 8), out_dtype=torch.bfloat16)
         assert fake.calls == {"row": 5}  # with a float32 result, too
+
+
+def test_memory_that_is_full_says_nothing_of_a_product(monkeypatch):
+    request = Request(Mode.TENSOR, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16)
+    with fake_torch():
+        refusal = refusals(CPU, native.multiply)
+        with monkeypatch.context() as full, pytest.raises(torch.OutOfMemoryError):
+            full.setattr(torch, "_scaled_mm_v2", MagicMock(side_effect=torch.OutOfMemoryError("0 bytes are free")))
+            refusal(request)
+        assert refusal(request) is None
+
+
+# ------------------------------------------------------------------------------------------- where operands lie
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_bias_is_read_wherever_it_lies(ours):
+    """The products, torch's and this package's, get its address alone."""
+    a, b = operands("fprop", RECIPES["blockwise-fp32" if ours else "tensorwise"], 64, 48, 128)
+    numbers = randn(48, 2, seed=5)
+    biases = {"strided": numbers[:, 1], "repeated": numbers[:1, 0].expand(48), "begun later": numbers.view(96)[1:49]}
+    with fake_torch(refuse=NO_BLOCKS if ours else {}) as fake:
+        for how, bias in biases.items():
+            found = native.gemm(a, b, out_dtype=torch.bfloat16, bias=bias)
+            whole = native.gemm(a, b, out_dtype=torch.bfloat16, bias=bias.clone(memory_format=torch.contiguous_format))
+            assert_same_bytes(found, whole, how)
+        assert bool(fake.calls) != ours
+
+
+def test_scales_of_later_rows():
+    """cuBLAS reads scales per row in pieces of 16 bytes: those that begin elsewhere are copied (pytorch#159957)."""
+    a, b = operands("fprop", RECIPES["rowwise"], 64, 48, 128)
+    with fake_torch() as fake:
+        whole = native.gemm(a, b)
+        for first in (1, 4):
+            later = replace(a, codes=a.codes[first:], scale_inv=a.scale_inv[first:])
+            assert_same_bytes(native.gemm(later, b), whole[first:])
+        assert fake.last["kind"] == "row"
