@@ -5,10 +5,11 @@ Codes and scales must be the specified ones to the bit; products are held to bou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -22,9 +23,12 @@ from benchmarks.gpu_common import (
     relative_error,
     supported,
 )
+from benchmarks.gpu_plan import BLOCKS
 from megatron_fp8.backends import emulated
 from megatron_fp8.backends.base import Region
 from megatron_fp8.backends.native import backend as native
+from megatron_fp8.backends.native import products
+from megatron_fp8.backends.native.layout import Request
 from megatron_fp8.backends.native.placement import tiles_of
 from megatron_fp8.kernels.gemms import add_matmul_fp32
 from megatron_fp8.linear.function import fp8_linear, grouped_linear
@@ -38,7 +42,9 @@ from megatron_fp8.tensor import expand_scale
 # Of |a| |b|: Hopper keeps about 14 bits of a partial sum with fast accumulation, more where it promotes.
 GEMM_BOUND = {True: 2.0**-9, False: 2.0**-11}
 CODES = [(1, 5), (70, 200), (129, 257), (1000, 4100), (4096, 4096)]
-GEMMS = [(1, 1, 1), (33, 17, 70), (127, 1000, 641), (1000, 513, 8), (512, 2752, 1024), (2048, 4096, 4096)]
+PRECOMPILED = [(36, 144, 640), (2048, 4096, 4096)]
+"""Sizes of block_matmul.py's variants (gpu_variants.py)."""
+GEMMS = [(1, 1, 1), (33, 17, 70), (127, 1000, 641), (1000, 513, 8), (512, 2752, 1024), PRECOMPILED[-1]]
 
 
 DRAWS = Region(RandomKey(1, 2, 3, 4))
@@ -52,6 +58,7 @@ def checks() -> dict[str, Callable[[Machine], str]]:
                         ("experts", experts), ("graph", cuda_graph)):  # fmt: skip
         found |= {f"{what} {name}": partial(check, name=name) for name in WITH_FP4}
     del found["graph nvfp4"]  # each replay would draw the same bits
+    found |= {f"own product {name}": partial(own_products, name=name) for name in BLOCKS}
     found |= {f"mx scales {name}": partial(mx_scales, name=name) for name in ("mxfp8", "blockwise", "nvfp4")}
     return found
 
@@ -134,10 +141,10 @@ def same_bytes(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         )
 
 
-def gemms(machine: Machine, name: str) -> str:
+def gemms(machine: Machine, name: str, sizes: Sequence[tuple[int, int, int]] = GEMMS) -> str:
     """All three GEMMs against float64, sizes aligned and odd, results in three dtypes, with and without bias."""
     chosen, worst = supported(machine, name), {True: 0.0, False: 0.0}
-    sizes = [(33, 17, 70), (64, 48, 200)] if machine.dry else GEMMS
+    sizes = [(33, 17, 70), (64, 48, 200)] if machine.dry else sizes
     for m, n, k in sizes:
         tensors = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
         sides = {
@@ -175,6 +182,18 @@ def gemms(machine: Machine, name: str) -> str:
                     assert off <= GEMM_BOUND[fast], f"{which} {m} x {n} x {k} {dtype}: {off:.1e} of |a| |b|"
                     worst[fast] = max(worst[fast], off)
     return f"off by at most {worst[True]:.1e} (fprop), {worst[False]:.1e} (others) of |a| |b|"
+
+
+def own_products(machine: Machine, name: str) -> str:
+    """``gemms`` and ``experts`` by this package's kernel, which other GPUs run where torch has no such product."""
+    if machine.dry:
+        raise NotRun("needs a GPU")
+
+    def torch_has_none(request: Request) -> str | None:
+        return None if request.triton else "it is another's"
+
+    with mock.patch.object(products, "refusals", lambda *_: torch_has_none):
+        return f"{gemms(machine, name, PRECOMPILED)}; {experts(machine, name)}"
 
 
 def mx_scales(machine: Machine, name: str) -> str:

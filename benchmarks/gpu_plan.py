@@ -13,6 +13,7 @@ from benchmarks.gpu_environment import CARRY, installed
 FIVE = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 SIX = (*FIVE[:4], "blockwise-fp32", "mxfp8")
 SEVEN = (*SIX, "nvfp4")
+BLOCKS = ("blockwise", "blockwise-fp32")
 
 
 class NotRun(Exception):
@@ -54,6 +55,7 @@ CHECK = (
     of("codes", "gpu_checks", SEVEN, 150, 60),
     of("gemm", "gpu_checks", SEVEN, 120, 60),
     Group("added products", "benchmarks.gpu_checks", ("added products",), 30, 30),
+    of("own product", "gpu_checks", BLOCKS, 60, 30),
     of("mx scales", "gpu_checks", ("blockwise", "mxfp8", "nvfp4"), 60, 30),
     of("no waiting", "gpu_checks", SEVEN, 60, 30),
     ROOFLINE,

@@ -27,6 +27,9 @@ from benchmarks import (
 from benchmarks.gpu_common import Machine
 from benchmarks.support.ranks import RankPool, model_parallel
 from megatron_fp8.backends import emulated
+from megatron_fp8.kernels import block_matmul
+from tests.support.native_gpt import native_on_cpu
+from tests.support.scaled_mm import fake_torch
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +132,22 @@ def test_a_wrong_code_or_product_fails_the_check(monkeypatch: pytest.MonkeyPatch
         result = served(gpu_checks, check).results[check]
         assert result["verdict"] == "FAIL"
         assert ("first at (0, 4)" if "codes" in check else "of |a| |b|") in result["detail"]
+
+
+@pytest.mark.parametrize("off", [1, 1.01])
+def test_this_packages_product_is_checked_where_torch_has_its_own(off: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_checks, "PRECOMPILED", [(36, 144, 130)])
+    monkeypatch.setattr(gpu_checks, "experts", lambda *_: "experts")
+    kernel = block_matmul.block_matmul
+    with native_on_cpu(), fake_torch() as fake:
+        monkeypatch.setattr(block_matmul, "block_matmul", lambda *a, **more: kernel(*a, **more) * off)
+        check = gpu_checks.checks()["own product blockwise"]
+        monkeypatch.setattr(Machine, "synchronize", lambda self: None)
+        machine = Machine(torch.device("cpu"), dry=False)
+        verdict, detail, _ = gpu_child.judged(lambda: check(machine), machine)
+    assert fake.calls and set(fake.calls) == {"block", "block 1d"}, "what the recipe's support was asked for"
+    assert verdict == ("PASS" if off == 1 else "FAIL"), detail
+    assert detail.endswith("of |a| |b|; experts") == (off == 1), detail
 
 
 def test_dry_benchmark():

@@ -379,7 +379,9 @@ def test_memory_that_is_full_says_nothing_of_a_product(monkeypatch):
     with fake_torch():
         refusal = refusals(CPU, native.multiply)
         with monkeypatch.context() as full, pytest.raises(torch.OutOfMemoryError):
-            full.setattr(torch, "_scaled_mm_v2", MagicMock(side_effect=torch.OutOfMemoryError("0 bytes are free")))
+            full.setattr(
+                torch, "_scaled_mm_v2", MagicMock(side_effect=torch.OutOfMemoryError("0 bytes are free"))
+            )
             refusal(request)
         assert refusal(request) is None
 
@@ -392,11 +394,17 @@ def test_a_bias_is_read_wherever_it_lies(ours):
     """The products, torch's and this package's, get its address alone."""
     a, b = operands("fprop", RECIPES["blockwise-fp32" if ours else "tensorwise"], 64, 48, 128)
     numbers = randn(48, 2, seed=5)
-    biases = {"strided": numbers[:, 1], "repeated": numbers[:1, 0].expand(48), "begun later": numbers.view(96)[1:49]}
+    biases = {
+        "strided": numbers[:, 1],
+        "repeated": numbers[:1, 0].expand(48),
+        "begun later": numbers.view(96)[1:49],
+    }
     with fake_torch(refuse=NO_BLOCKS if ours else {}) as fake:
         for how, bias in biases.items():
             found = native.gemm(a, b, out_dtype=torch.bfloat16, bias=bias)
-            whole = native.gemm(a, b, out_dtype=torch.bfloat16, bias=bias.clone(memory_format=torch.contiguous_format))
+            whole = native.gemm(
+                a, b, out_dtype=torch.bfloat16, bias=bias.clone(memory_format=torch.contiguous_format)
+            )
             assert_same_bytes(found, whole, how)
         assert bool(fake.calls) != ours
 
