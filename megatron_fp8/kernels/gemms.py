@@ -74,9 +74,23 @@ def add_matmul_fp32(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, zer
 def add_in_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int = 1) -> bool:
     """``add_matmul_fp32`` by torch.addmm. Returns False, and does nothing, for unsupported dtypes."""
     short = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
-    if not short or into.dtype != torch.float32:
+    if not short or into.dtype != torch.float32 or not _adds_to_float32(into.device):
         return False
     torch.addmm(into, a, b.t(), out_dtype=torch.float32, beta=beta, out=into)
+    return True
+
+
+@cache
+def _adds_to_float32(device: torch.device) -> bool:
+    """Whether torch.addmm adds a product of 16-bit operands to float32. Up to 2.9 the sum had their dtype
+    (pytorch#167931)."""
+    a, into = (torch.zeros(16, 16, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
+    try:
+        torch.addmm(into, a, a, out_dtype=torch.float32, out=into)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return False
     return True
 
 

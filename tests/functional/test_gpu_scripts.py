@@ -135,7 +135,9 @@ def test_a_wrong_code_or_product_fails_the_check(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("off", [1, 1.01])
-def test_this_packages_product_is_checked_where_torch_has_its_own(off: float, monkeypatch: pytest.MonkeyPatch):
+def test_this_packages_product_is_checked_where_torch_has_its_own(
+    off: float, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(gpu_checks, "PRECOMPILED", [(36, 144, 130)])
     monkeypatch.setattr(gpu_checks, "experts", lambda *_: "experts")
     kernel = block_matmul.block_matmul

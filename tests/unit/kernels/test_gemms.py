@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import platform
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from megatron_fp8 import quantize
 from megatron_fp8.backends import emulated
+from megatron_fp8.kernels import gemms
 from megatron_fp8.kernels.cpu import emulation
 from megatron_fp8.kernels.gemms import add_in_product, add_matmul_fp32, matmul_fp32, matmul_high_precision
 from megatron_fp8.recipe import MXFP8BlockScaling
@@ -149,7 +152,14 @@ def test_products_leave_the_process_alone(monkeypatch, compiled, rows):
     assert [setting.fp32_precision for setting in settings] == before
 
 
-def test_a_product_that_is_added(monkeypatch):
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    gemms._adds_to_float32.cache_clear()
+    yield
+    gemms._adds_to_float32.cache_clear()
+
+
+def test_a_product_that_is_added(asked_anew, monkeypatch):
     """To float32 in one product of torch's, which takes these tensors (their shape function says so); else by a pass."""
     a, b, into = matrix(14, 70, "rowwise", 1), matrix(32, 70, "columnwise", 2), torch.ones(14, 32)
     expected = 1 + matmul_high_precision(a, b, torch.float32)
@@ -159,6 +169,20 @@ def test_a_product_that_is_added(monkeypatch):
     whole = torch.addmm
     monkeypatch.setattr(torch, "addmm", lambda *args, **options: calls.append(whole(*args, **options)))
     meta = [t.to("meta") for t in (into, a, b)]
-    assert add_in_product(*meta) and calls[0] is meta[0] and meta[0].dtype is torch.float32
+    assert add_in_product(*meta) and calls[-1] is meta[0] and meta[0].dtype is torch.float32
     assert not add_in_product(meta[0].bfloat16(), *meta[1:]) and not add_in_product(meta[0], a.float(), b)
-    assert len(calls) == 1
+    assert len(calls) == 2, "one asks"
+
+
+def test_a_torch_that_adds_to_operands_dtype_alone(asked_anew, monkeypatch):
+    """2.8 and 2.9: their shape function takes float32, and their CUDA code does not."""
+    asked = MagicMock(
+        side_effect=RuntimeError("self and mat2 must have the same dtype, but got Float and BFloat16")
+    )
+    monkeypatch.setattr(torch, "addmm", asked)
+    a, b, into = (
+        torch.ones(16, 16, dtype=dtype, device="meta")
+        for dtype in (torch.bfloat16, torch.bfloat16, torch.float32)
+    )
+    assert not add_in_product(into, a, b) and not add_in_product(into, a, b)
+    asked.assert_called_once()
