@@ -240,7 +240,7 @@ class Product(NamedTuple):
     out: torch.Tensor
 
 
-_captured: list[torch.Tensor] = []
+_graph_tables: list[torch.Tensor] = []
 """Tables that CUDA graphs copy at each replay. Older versions of torch would give their memory to others."""
 
 
@@ -275,7 +275,7 @@ def grouped_block_matmul(
     if first.is_cuda:
         told = told.pin_memory()
         if torch.cuda.is_current_stream_capturing():
-            _captured.append(told)
+            _graph_tables.append(told)
         told = told.to(first.device, non_blocking=True)
     codes_whole, out_whole = (
         # Addresses, K and N: reads of 16 codes are aligned, and so are writes.

@@ -64,7 +64,7 @@ def is_aligned(x: torch.Tensor) -> bool:
     return x.is_contiguous() and x.storage_offset() * x.element_size() % 16 == 0
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
+def align(x: torch.Tensor) -> torch.Tensor:
     """x itself if ``is_aligned``, else a copy."""
     return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
@@ -82,7 +82,7 @@ def place_scale(plan: ProductPlan, side: QuantizedSide, *, first: bool) -> torch
     if mode is Mode.ROW:
         rows = side.codes.shape[0]
         if scale.shape == (rows, 1) and scale.stride() == (1, 1) and rows == max(argument.shape):
-            return aligned(scale.view(argument.shape))
+            return align(scale.view(argument.shape))
         flat = scale.expand(rows, 1)[:, 0].contiguous()
         padding = argument.shape[0] * argument.shape[1] - rows
         return (torch.cat([flat, flat.new_ones(padding)]) if padding else flat).view(argument.shape)

@@ -26,7 +26,7 @@ from ...tensor import QuantizedSide
 from ..base import RESULTS, gemm_error, gemm_in_turn
 from . import fp4
 from .layout import Mode, Operand, ProductPlan, Refusal, Request, plan, round_up
-from .placement import aligned, arguments, block_scales, is_aligned, place_codes, row_scales
+from .placement import align, arguments, block_scales, is_aligned, place_codes, row_scales
 from .probe import refusals
 
 
@@ -246,7 +246,7 @@ def multiply(
 
     ``out``: [M, N] of that dtype, contiguous, to write it to.
     """
-    bias = None if bias is None else aligned(bias)
+    bias = None if bias is None else align(bias)
     if product.request.triton:
         return _multiply_blocks(a, b, product.request.out, bias, out, add=False)
     codes_a, codes_b, scale_a, scale_b = arguments(product, a, b)
