@@ -104,7 +104,7 @@ class Quantizer:
         """The request for a cast, which is counted: by the delayed scale, once warm, else by current scaling."""
         rule, slot, arena = self.rule, self.slot, self.slot.arena
         observed = arena.observer is not None
-        arena.counter.here.casts += 1
+        arena.counter.current.casts += 1
         return CastRequest(
             job.x,
             rule,
@@ -136,9 +136,9 @@ class Quantizer:
         """
         self.record(measure(x)[0], None)
 
-    def again(self, x: torch.Tensor, direction: Direction, scale: torch.Tensor | None) -> Float8Tensor:
+    def requantize(self, x: torch.Tensor, direction: Direction, scale: torch.Tensor | None) -> Float8Tensor:
         """Repeats an earlier cast of x with its delayed scale (None: current scaling). Records nothing."""
-        self.slot.arena.counter.here.casts += 1
+        self.slot.arena.counter.current.casts += 1
         done: CastResult = self.backend.quantize(x, self.rule, direction, scale=scale)
         return done.tensor
 

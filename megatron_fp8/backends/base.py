@@ -81,8 +81,9 @@ class CastRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class CastResult:
-    """Result of a quantization: the tensor, the local amax (float32 []) and the non-finite count. If the backend recorded
-    in a ``RunningAmax``, these may be the slot's."""
+    """Result of a cast: the tensor, its local amax (float32 []) and its count of NaN and Inf.
+
+    A backend that recorded in a ``RunningAmax`` may return the slot's amax and count."""
 
     tensor: Float8Tensor
     amax: torch.Tensor

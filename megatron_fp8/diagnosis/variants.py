@@ -174,13 +174,13 @@ class SimulatedSite(GemmSite):
 
     Args:
         site: whose quantizers, products and random numbers it uses.
-        quantized: the operands that are quantized, of those that the site's plan quantizes. A GEMM with one of its two
-            runs in high precision, that one dequantized.
-        rounded: of operands that are not quantized, to how many significant bits they are rounded.
+        quantized: the operands to quantize, among those that the site's plan quantizes. A GEMM with only one of them runs
+            in high precision, and that one is dequantized.
+        rounded: operands to round instead, each with its number of significant bits.
 
-    With neither, the layer runs in high precision as one that the plan leaves there.
+    Without any, the layer runs in high precision, as one that the plan keeps there.
 
-    ``flops``: of its fprop so far, where that is not quantized; dgrad and wgrad have as many.
+    ``flops``: FLOPs so far of its fprop in high precision; dgrad and wgrad have as many each.
     """
 
     def __init__(self, site: GemmSite, quantized: Set[Cell], rounded: Mapping[Cell, int]):

@@ -63,8 +63,8 @@ _RECIPES: dict[Granularity, Recipe] = {
 def load_frozen(directory: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Load a causal language model of transformers from a quantized directory; its codes are frozen weights.
 
-    As ``freeze_weights(convert_to_fp8(model))`` of a model whose weights are what the directory's codes mean, without
-    such a model: memory holds the codes. Inputs are quantized by the recipe, not by scales of the directory.
+    The result equals ``freeze_weights(convert_to_fp8(model))`` of the decoded model, but the decoded weights are never
+    in memory. The recipe quantizes inputs; the directory's input scales are not used.
 
     Args:
         directory: config.json and safetensors, as `megatron-fp8 export`, llm-compressor, modelopt or DeepSeek write them.

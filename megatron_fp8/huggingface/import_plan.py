@@ -107,7 +107,7 @@ def _dtype(name: str, tensors: Tensors) -> torch.dtype:
 
 
 def high_precision(name: str, tensors: Tensors) -> torch.Tensor:
-    """A tensor without loss: bfloat16 if stored so, else float32; FP8 and NVFP4 as code times scales.
+    """The tensor, decoded without loss: bfloat16 if stored so, else float32; FP8 and NVFP4 as code times scales.
 
     Raises ValueError naming it: its type is unsupported, or it is not finite.
     """

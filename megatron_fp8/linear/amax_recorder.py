@@ -28,7 +28,7 @@ _restored: set[StorageWeakRef] = set()
 
 
 class DeferredRecord:
-    """The record of an evaluation-mode forward, made once its backward runs.
+    """What an evaluation-mode forward measured. Its backward records it; without a backward nothing is recorded.
 
     Attributes:
         measured: float32 [sites, 2, 2], ``measure`` of each site's input and weight.
@@ -122,16 +122,16 @@ def count_forward(
     Yields:
         Whether casts record in slots; the record for the backward, or None. Its counts are set on exit.
     """
-    late = DeferredRecord.of(sites, inputs, weights) if when == LATER else None
+    deferred = DeferredRecord.of(sites, inputs, weights) if when == LATER else None
     with _observed_once(sites, training, when) as record:
-        sites[0].state.activity.awaits |= when != NEVER
+        sites[0].state.activity.awaits_backward |= when != NEVER
         if training:
             yield record, None
             return
         with sites[0].state.uncounted() as counts:
-            if late is not None:
-                late.counts = counts
-            yield record, late
+            if deferred is not None:
+                deferred.counts = counts
+            yield record, deferred
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def _observed_once(sites: Sequence[GemmSite], training: bool, when: str) -> Iter
         for slot, before in zip(slots, rows, strict=True):
             slot.arena.rows[:, slot.index] = before
         for site in sites:
-            site.weights.recorded_nothing()
+            site.weights.undo_record()
 
 
 def record_high_precision(

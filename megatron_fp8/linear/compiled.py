@@ -191,13 +191,13 @@ def linear(
         as_operator=True,
     )
     options: Any = {"training": training, "when": when}
-    with count_forward(found, call.split(x), weights, **options) as (record, late):
+    with count_forward(found, call.split(x), weights, **options) as (record, deferred):
         done = forward(x, weights, bias, call._replace(record=record), [keeps] * len(found))
     stamps = stamps_to_tensors([Stamp.of(site.weights, training) for site in found], x.device)
     saved = SavedInput(x.new_empty(0), x.new_empty(0))
     if keeps:
         saved = InputLayout(SideLayout.parse(layout), x.shape[-1]).pack(done.x, counts, x.device)
-    return done.y, *saved, *stamps, *(DeferredRecord.empty(x, 0) if late is None else late.saved())
+    return done.y, *saved, *stamps, *(DeferredRecord.empty(x, 0) if deferred is None else deferred.saved())
 
 
 def _numbers(site: GemmSite, tokens: Tensor | None, x: Tensor) -> list[int]:

@@ -4,8 +4,10 @@ linear_ops.py computes; this file is its autograd function. Saved for backward: 
 a value, and scales) and the weight's, not BF16. Its GEMMs (GemmSite) and its communication (a TensorParallel) are
 arguments. Rejected: forty separate arguments, as in similar functions of other packages.
 
-While torch.compile traces, or a dispatch mode is on, the same passes are called as two opaque operators (compiled.py).
-Otherwise they are called directly: for a small linear, torch's dispatcher would take longer than the autograd function.
+A call: ``fp8_linear`` or ``grouped_linear`` -> ``_run`` checks it -> ``_run_eager`` decides what is recorded ->
+``_LinearFunction`` calls ``forward`` and ``backward`` of linear_ops.py. While torch.compile traces, or a dispatch mode is
+on, ``_run`` calls the same two functions as opaque operators (compiled.py). Rejected: operators in eager mode as well.
+For a small linear, torch's dispatcher takes longer than the autograd function.
 """
 
 from __future__ import annotations
@@ -201,7 +203,7 @@ def _run_eager(
     tokens: Tokens | None,
     call: Call,
 ) -> torch.Tensor:
-    """Runs the call as an autograd function. Records and counts it by its mode."""
+    """Runs the call as an autograd function. The layer's mode decides what is recorded and counted, and when."""
     site = call.sites[0]
     if tokens is not None:
         numbers = on_host(tokens)
@@ -209,15 +211,15 @@ def _run_eager(
         call = call._replace(tokens=numbers)
     when, with_gradients = record_time(call.training, x, bias, *weights), torch.is_grad_enabled()
     recording: Any
-    if when == NOW and site.state.observer is None:
-        site.state.activity.awaits = True
+    if when == NOW and site.state.observer is None:  # count_forward's result, without its overhead
+        site.state.activity.awaits_backward = True
         recording = nullcontext((True, None))
     else:
         recording = count_forward(call.sites, call.split(x), weights, training=call.training, when=when)
-    with recording as (record, late):
+    with recording as (record, deferred):
         call = call._replace(record=record)
         if with_gradients or forward_ad._current_level >= 0:  # for its jvp
-            call = call._replace(with_gradients=with_gradients, late=late)
+            call = call._replace(with_gradients=with_gradients, deferred=deferred)
             return _LinearFunction.apply(x, bias, call, *weights)
         return forward(x, weights, bias, call, [False] * len(weights)).y
 
@@ -247,13 +249,17 @@ def group_where_possible(
     together: Callable[[list[int], torch.Tensor, Tokens], torch.Tensor],
     alone: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """[T, N] of tokens [T, K], where only some experts can be multiplied in one call.
+    """Multiplies all experts that allow it in one grouped call, and each other expert in a call of its own.
 
     Args:
-        tokens: T_e, in order. Read only if some expert cannot be in the call.
-        joins: whether each expert can be.
+        x: [T, K], the tokens of all experts, in order.
+        tokens: T_e, each expert's number of tokens. Read only if some expert cannot join the grouped call.
+        joins: for each expert, whether it can.
         together: (experts, their tokens concatenated, their numbers) -> their rows.
         alone: (expert, its tokens) -> its rows.
+
+    Returns:
+        [T, N], in the order of x.
     """
     if all(joins):
         return together(list(range(len(joins))), x, tokens)
@@ -294,8 +300,8 @@ class _LinearFunction(torch.autograd.Function):
         call: Call = ctx.call
         count = len(call.sites)
         call.sites[0].state.activity.backwards += 1
-        if call.late is not None:
-            call.late.record(call.sites)
+        if call.deferred is not None:
+            call.deferred.record(call.sites)
         needs_dgrad, needs_dbias, _, *needs_wgrad = ctx.needs_input_grad
         operands = restore(ctx, call.sites[0].plan.name)
         dbias_dtype = ctx.bias_dtype if needs_dbias else None

@@ -40,7 +40,7 @@ from .weight_cache import WeightCache
 
 
 class GemmSite:
-    """Quantizes a linear layer's operands and multiplies them, as its plan says.
+    """The quantizers and GEMMs of one linear, as its plan says.
 
     Args:
         plan: the site's entry.
@@ -48,22 +48,22 @@ class GemmSite:
         group: the amax reduction group of its slots (None: this process alone).
         seed: of stochastic rounding.
         stream: distinguishes data-parallel ranks, whose tokens differ, in stochastic rounding.
-        of: another site, whose quantizers, seed and stream to use; None: quantizers of its own.
+        of: another site, whose quantizers, seed and stream this one shares; None: it makes its own.
 
     Attributes:
         casts: role -> its quantizers.
         backend: what they and the GEMMs run on; None if nothing is in FP8.
         weights: quantizes the weight and caches it.
         stochastic: whether grad_output is rounded stochastically.
-        watched_forwards: says whether a call runs as one operator; a recomputation does as its forward did.
+        watched_forwards: decides whether a call runs as one operator. A recomputation runs as its forward did.
         handle: int64 [] on the CPU, the site's number in compiled code.
         saved_layout: memory layout of the saved input's codes and scales (a SideLayout as text); empty without FP8.
         layer: returns the site's layer, or None if it was deleted.
         notes: notes for the report.
         has_run: whether a forward has run.
-        heals: whether a healing phase takes the whole site out of FP8.
-        healed: the site that acts in a healing phase of parts; None: this one.
-        uncast: role -> quantizers with delayed scales that record and do not cast.
+        heals: whether the whole site runs in high precision in a healing phase.
+        healed: the site that replaces this one in a healing phase of some GEMMs; None: this one stays.
+        uncast: role -> quantizers with delayed scales that only record, because no GEMM reads their casts now.
         batch_invariant: in fprop a row's bits do not depend on other rows (inference on CPUs).
     """
 
@@ -97,7 +97,7 @@ class GemmSite:
         self._backwards = 0  # stochastic ones since the iteration began
         self.watched_forwards = WatchedForwards(state)
         self.has_run = False
-        self._stand_in: GemmSite | None = None
+        self._replacement: GemmSite | None = None
         self.heals = True
         self.healed: GemmSite | None = None
         self.uncast: Mapping[str, Sequence[Quantizer]] = {}
@@ -131,21 +131,21 @@ class GemmSite:
         return Quantizer(cast.rule, slot, self.backend)
 
     @property
-    def acting(self) -> GemmSite:
+    def active_site(self) -> GemmSite:
         """The site that this layer's calls use: itself, except in experiments (``replaced_by``) and in a healing phase
         of some of its GEMMs."""
-        if self._stand_in is not None:
-            return self._stand_in
+        if self._replacement is not None:
+            return self._replacement
         return self if self.healed is None or self.state.phase != "healing" else self.healed
 
     @contextmanager
-    def replaced_by(self, stand_in: GemmSite) -> Iterator[None]:
+    def replaced_by(self, replacement: GemmSite) -> Iterator[None]:
         """Inside, calls of this layer use another site, in any thread and in recomputations too."""
-        before, self._stand_in = self._stand_in, stand_in
+        before, self._replacement = self._replacement, replacement
         try:
             yield
         finally:
-            self._stand_in = before
+            self._replacement = before
 
     @property
     def quantizers(self) -> dict[str, Quantizer | None]:
@@ -182,19 +182,21 @@ class GemmSite:
         *,
         record: bool = True,
     ) -> torch.Tensor:
-        """a [M, K] @ b [N, K]^T (+ bias [N]) = [M, N], as planned for 'fprop', 'dgrad' or 'wgrad'; counted.
+        """Returns a [M, K] @ b [N, K]^T (+ bias [N]), [M, N], in the plan's precision for this GEMM. Counts it.
 
-        ``record`` False: the call is an evaluation or a recomputed forward.
+        Args:
+            gemm: 'fprop', 'dgrad' or 'wgrad'.
+            record: passed to the observer; False in an evaluation and in a recomputed forward.
         """
         if self.plan.gemms[gemm] == "fp8":
             assert isinstance(a, QuantizedSide) and isinstance(b, QuantizedSide)
             assert self.backend is not None
-            self.state.counter.here.fp8_gemms += 1
+            self.state.counter.current.fp8_gemms += 1
             fast = gemm in self.state.fast_gemms
             options = {"batch_invariant": True} if self.batch_invariant else {"fast_accumulation": fast}
             y: torch.Tensor = self.backend.gemm(a, b, out_dtype=out_dtype, bias=bias, **options)
         else:
-            self.state.counter.here.hp_gemms += 1
+            self.state.counter.current.hp_gemms += 1
             matmul = matmul_batch_invariant if self.batch_invariant else matmul_high_precision
             y = matmul(*in_high_precision(a, b), out_dtype, bias)
         if (observer := self.state.observer) is not None:
@@ -238,12 +240,12 @@ class GemmSite:
         overwritten, which every GEMM on a GPU can."""
         in_fp8 = self.plan.gemms[gemm] == "fp8" and self.state.observer is None
         if in_fp8 and self._accumulates(a, b, into, zeros=zeros):
-            self.state.counter.here.fp8_gemms += 1
+            self.state.counter.current.fp8_gemms += 1
             return
         if self.plan.gemms[gemm] == "fp8" or self.state.observer is not None:
             into.add_(self.multiply(gemm, a, b, torch.float32, record=record))
             return
-        self.state.counter.here.hp_gemms += 1
+        self.state.counter.current.hp_gemms += 1
         add_matmul_fp32(into, *in_high_precision(a, b), zeros=zeros)
 
     def _accumulates(self, a: Operand, b: Operand, into: torch.Tensor, *, zeros: bool) -> bool:

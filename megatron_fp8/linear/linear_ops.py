@@ -178,7 +178,7 @@ def _multiply_each(
         backend.grouped_gemm(*operands, add=add, fast_accumulation=fast)
         for e in group:
             site = call.sites[e]
-            site.state.counter.here.fp8_gemms += 1
+            site.state.counter.current.fp8_gemms += 1
             if (observer := site.state.observer) is not None:
                 observer.product(ProductEvent(site.plan.name, gemm, a[e], b[e], outs[e], record))
 
@@ -195,46 +195,50 @@ def _weight_gradients(
 ) -> list[torch.Tensor | None]:
     """Each weight's gradient [N, K] = dy[e] [N, M] @ x[e] [K, M]^T: None where not needed, a dummy where it was added to
     main_grad."""
-    found: list[Any] = [None] * len(weights)
+    gradients: list[Any] = [None] * len(weights)
     wanted = [e for e, needs in enumerate(needs_wgrad) if needs]
-    sums: dict[int, Any] = {e: total for e in wanted if (total := main_grad_of(weights[e])) is not None}
-    plain = [e for e in wanted if e not in sums]
+    main_grads: dict[int, Any] = {
+        e: main_grad for e in wanted if (main_grad := main_grad_of(weights[e])) is not None
+    }
+    plain = [e for e in wanted if e not in main_grads]
     if len(weights) == 1:
         site = call.sites[0]
-        for e, total in sums.items():
-            site.accumulate("wgrad", dy[0], x[0], total, zeros=site.may_overwrite(weights[e]))
+        for e, main_grad in main_grads.items():
+            site.accumulate("wgrad", dy[0], x[0], main_grad, zeros=site.may_overwrite(weights[e]))
         for e in plain:
             dtype = weights[e].dtype
-            found[e] = site.multiply("wgrad", dy[0], x[0], site.wgrad_dtype(dtype)).to(dtype)
+            gradients[e] = site.multiply("wgrad", dy[0], x[0], site.wgrad_dtype(dtype)).to(dtype)
     else:
-        buffers = [sums.get(e) for e in range(len(weights))]
-        for turn in _turns(sums):
-            zeros = [
-                e for e in turn if call.tokens[e] and call.sites[e].may_overwrite(weights[e], by_fp8=True)
+        buffers = [main_grads.get(e) for e in range(len(weights))]
+        for group in _groups_by_buffer(main_grads):
+            overwritten = [
+                e for e in group if call.tokens[e] and call.sites[e].may_overwrite(weights[e], by_fp8=True)
             ]
-            _multiply_each("wgrad", call, zeros, dy, x, buffers)
-            _multiply_each("wgrad", call, [e for e in turn if e not in zeros], dy, x, buffers, add=True)
+            _multiply_each("wgrad", call, overwritten, dy, x, buffers)
+            _multiply_each(
+                "wgrad", call, [e for e in group if e not in overwritten], dy, x, buffers, add=True
+            )
         for e in plain:
             dtype = call.sites[e].wgrad_dtype(weights[e].dtype)
-            found[e] = torch.empty(weights[e].shape, dtype=dtype, device=weights[e].device)
-        _multiply_each("wgrad", call, plain, dy, x, found)
+            gradients[e] = torch.empty(weights[e].shape, dtype=dtype, device=weights[e].device)
+        _multiply_each("wgrad", call, plain, dy, x, gradients)
         for e in plain:
-            found[e] = found[e].to(weights[e].dtype)
-    for e in sums:
-        found[e] = dummy_wgrad(weights[e])
-    return found
+            gradients[e] = gradients[e].to(weights[e].dtype)
+    for e in main_grads:
+        gradients[e] = dummy_wgrad(weights[e])
+    return gradients
 
 
-def _turns(sums: Mapping[int, torch.Tensor]) -> list[list[int]]:
-    """Splits experts into groups in which no two share a main_grad (float32 [N, K]), as experts with one weight do."""
-    turns: list[dict[int, int]] = []
-    for e, total in sums.items():
-        at = total.data_ptr()
-        turn = next((turn for turn in turns if at not in turn), None)
-        if turn is None:
-            turns.append(turn := {})
-        turn[at] = e
-    return [list(turn.values()) for turn in turns]
+def _groups_by_buffer(main_grads: Mapping[int, torch.Tensor]) -> list[list[int]]:
+    """Splits experts into groups in which no two share a main_grad (float32 [N, K]). Experts with one weight share it."""
+    groups: list[dict[int, int]] = []
+    for e, main_grad in main_grads.items():
+        at = main_grad.data_ptr()
+        group = next((group for group in groups if at not in group), None)
+        if group is None:
+            groups.append(group := {})
+        group[at] = e
+    return [list(group.values()) for group in groups]
 
 
 def for_gradient(weight: torch.Tensor) -> torch.Tensor:

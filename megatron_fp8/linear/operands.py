@@ -38,7 +38,7 @@ class Call(NamedTuple):
         record: whether its forward records now (state/iteration.py); a backward always does.
         as_operator: whether it runs as an operator (compiled.py), which returns plain codes for backward.
         with_gradients: whether a backward may follow.
-        late: an evaluation forward's record, which its backward makes.
+        deferred: an evaluation forward's record, which its backward makes.
     """
 
     sites: Sequence[GemmSite]
@@ -50,7 +50,7 @@ class Call(NamedTuple):
     record: bool = False
     as_operator: bool = False
     with_gradients: bool = True
-    late: DeferredRecord | None = None
+    deferred: DeferredRecord | None = None
 
     def split(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """Each site's rows of a matrix [T, features]."""
@@ -140,9 +140,10 @@ def _region(dy: torch.Tensor, site: GemmSite, call: Call) -> Region:
 def quantize_forward(
     parts: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], call: Call, needs_wgrad: Sequence[bool]
 ) -> tuple[list[Operand], list[Operand | None], list[Sides]]:
-    """Returns for each site fprop's operand; wgrad's columnwise operand of this rank's tokens; the weight.
+    """Casts inputs and weights for fprop, and inputs for wgrad.
 
-    For an expert without tokens only the weight is cast, because a history may need its amax.
+    Returns lists by site: fprop's operand of all ranks' tokens; wgrad's operand of this rank's tokens, columnwise, or
+    None; both sides of the weight. For an expert without tokens it casts the weight alone: a history may need its amax.
 
     Args:
         parts: each site's tokens [M, K].
@@ -168,7 +169,7 @@ def quantize_forward(
                 if not keeps:
                     # Only if needed: the transpose of a LazyTensor computes its values and writes them.
                     saved[e] = part.t() if needs_wgrad[e] else None
-                    _record_late_cast(part, site, call)
+                    _record_deferred_cast(part, site, call)
             inputs += [(e, *job) for job in of_part]
         ready = site.weights.prepare(
             weight, fresh=call.fresh_weights[e], training=call.training, record=call.record
@@ -201,7 +202,7 @@ def observe_uncast(site: GemmSite, role: str, x: torch.Tensor) -> None:
         quantizer.observe(x)
 
 
-def _record_late_cast(tokens: torch.Tensor, site: GemmSite, call: Call) -> None:
+def _record_deferred_cast(tokens: torch.Tensor, site: GemmSite, call: Call) -> None:
     """Records the amax of wgrad's own cast, which runs in backward or in a recomputation. Casts there do not record
     the input."""
     casts = site.casts["input"]
@@ -214,8 +215,10 @@ def _record_late_cast(tokens: torch.Tensor, site: GemmSite, call: Call) -> None:
 
 
 def requantize_input(saved: torch.Tensor, site: GemmSite, call: Call) -> Operand | None:
-    """Quantizes a saved plain input [K, M] if wgrad reads codes and a shard's codes equal those of the gathered tokens;
-    otherwise returns it unchanged."""
+    """Quantizes a saved plain input [K, M] for wgrad.
+
+    Returns it unchanged if wgrad reads high precision, or if the cast has to follow the gather.
+    """
     quantizer, gathers = site.casts["input"].columnwise, call.tp.gathers_input
     if quantizer is None or (gathers and _gather_route(quantizer, saved.shape[1]) == GATHER_VALUES):
         return saved
@@ -240,9 +243,9 @@ def gather_input(saved: Operand | None, call: Call) -> Pending:
 def quantize_backward(
     parts: Sequence[torch.Tensor], call: Call, needs_dgrad: bool, needs_wgrad: Sequence[bool]
 ) -> tuple[list[Operand | None], list[Any]]:
-    """Returns for each site dgrad's operand [M, N], and wgrad's [N, M] or its pending gather, of all ranks' tokens.
+    """Casts grad_output for dgrad and wgrad. ``parts``: each site's [M, N].
 
-    ``parts``: each site's grad_output [M, N].
+    Returns lists by site, of all ranks' tokens: dgrad's operand [M, N]; wgrad's [N, M], or its pending gather.
     """
     rowwise: list[Operand | None] = [None] * len(parts)
     columnwise: list[Any] = [None] * len(parts)

@@ -270,7 +270,7 @@ class SideLayout:
             scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
         )
 
-    def put_together(self, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedSide:
+    def to_side(self, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedSide:
         """Rebuilds the side, with the default ``finite``. Raises ValueError unless there is a scale for each block."""
         rows = codes.shape[0]
         wanted = self.scales(rows, self.tokens_of(codes))
@@ -374,7 +374,7 @@ class InputLayout(NamedTuple):
         Raises ValueError unless shapes and dtypes are those of ``empty``.
         """
         if len(tokens) == 1:
-            return [self.of.put_together(*packed)]
+            return [self.of.to_side(*packed)]
         wanted = self.empty(sum(tokens), len(tokens), torch.device("meta"))
         for found, one in zip(packed, wanted, strict=True):
             if (found.shape, found.dtype) != (one.shape, one.dtype):
@@ -384,7 +384,7 @@ class InputLayout(NamedTuple):
                 )
         whole = SavedInput(packed.codes.contiguous(), packed.scales.contiguous())
         return [
-            self.of.put_together(codes.of(whole.codes), scales.of(whole.scales)) if count else None
+            self.of.to_side(codes.of(whole.codes), scales.of(whole.scales)) if count else None
             for count, (codes, scales) in zip(tokens, self._places(tokens), strict=True)
         ]
 

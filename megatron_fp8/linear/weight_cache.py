@@ -62,7 +62,7 @@ class WeightCache:
         casts, state: as given.
         evaluation_casts: its quantizers in evaluation: ``casts``, unless code other than training may write it.
         entry: the cached weight.
-        before: the cache that this one replaces; its entry is freed once this one has codes.
+        before: the cache that this one replaces. Its entry is freed when this one gets codes.
     """
 
     def __init__(self, casts: Casts, state: Fp8State):
@@ -78,7 +78,7 @@ class WeightCache:
         one_copy = shared is not None and (
             shared.rule.granularity.symmetric and shared.backend.turns_codes(shared.rule)
         )
-        self._makes_again = shared is not None and not one_copy and not state.keeps_columnwise
+        self._requantizes_in_backward = shared is not None and not one_copy and not state.keeps_columnwise
 
     def check_scale_in_evaluation(
         self, weight_facts: Callable[[], WeightFacts], warn: Callable[[str], Any]
@@ -92,10 +92,10 @@ class WeightCache:
     def prepare(
         self, weight: torch.Tensor, *, fresh: bool, training: bool, record: bool
     ) -> Sides | list[CastJob]:
-        """Returns the weight [N, K], and [K, N] columnwise; or, if that needs casts, the casts.
+        """Returns both sides of the weight: [N, K], and [K, N] columnwise. If they must be cast first, returns the casts.
 
-        A side is quantized, or plain if its GEMM runs in high precision. The columnwise side is None if backward makes it
-        again. An FP8 parameter is used without a cast; its amax counts once an iteration, as if it had been cast.
+        A side is quantized, or plain if its GEMM runs in high precision. The columnwise side is None if backward
+        quantizes it anew. An FP8 parameter is not cast. Its amax is recorded once an iteration, as that of a cast.
 
         Args:
             fresh: ignore the cache (Megatron's is_first_microbatch).
@@ -121,7 +121,7 @@ class WeightCache:
             if record and not entry.recorded:
                 self.record(measure(weight))
             return self._sides(weight, entry.quantized)
-        casts = casts._replace(columnwise=None) if self._makes_again else casts
+        casts = casts._replace(columnwise=None) if self._requantizes_in_backward else casts
         return [CastJob(*part, weight, record) for part in casts.parts()]
 
     def take(
@@ -147,7 +147,7 @@ class WeightCache:
         return self._sides(weight, quantized)
 
     def _sides(self, weight: torch.Tensor, made: Float8Tensor) -> Sides:
-        if self._makes_again:
+        if self._requantizes_in_backward:
             return Sides(made.rowwise, None)
         return Sides(made.rowwise or weight, weight.t() if made.columnwise is None else made.columnwise)
 
@@ -164,7 +164,7 @@ class WeightCache:
         if entry is not None:
             entry.recorded = True
 
-    def recorded_nothing(self) -> None:
+    def undo_record(self) -> None:
         """Lets the next call record the weight again, after its slots were restored."""
         self._observed = -1
         if self.entry is not None:
@@ -273,7 +273,7 @@ def columnwise_of(weights: WeightCache, weight: torch.Tensor, stamp: Stamp) -> O
         and entry.version == weights.version(weight, stamp.generation)
     ):
         side = entry.quantized.columnwise
-    side = side or quantizer.again(weight, "columnwise", stamp.scale).columnwise
+    side = side or quantizer.requantize(weight, "columnwise", stamp.scale).columnwise
     assert side is not None
     return side
 

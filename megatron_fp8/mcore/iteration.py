@@ -169,7 +169,7 @@ def move_unhealthy_sites(model_chunks: list[Any], state: Fp8State, *, partial: b
         site = linear.fp8_site
         if site.heals and state.phase == "healing":
             continue
-        slots = {q.slot.name: role for role, q in site.acting.quantizers.items() if q is not None}
+        slots = {q.slot.name: role for role, q in site.active_site.quantizers.items() if q is not None}
         slots |= sender_slots.get(site.plan.name, {})
         found = [finding for finding in state.findings if finding.slot in slots]
         overrides = getattr(unwrap(model_chunks[0]).config, "fp8_overrides", None) or {}

@@ -171,9 +171,9 @@ def watch(runtime: Fp8Runtime) -> None:
         if runtime is None:
             return
         state = runtime.state
-        due = state.counts.fp8_gemms and state.came_back and not state.capturing and not state.missing_end
+        due = state.counts.fp8_gemms and state.had_backward and not state.capturing and not state.missing_end
         if due and runtime.is_stepped_by(optimizer):
-            state.miss_end(_MISSING_END)
+            state.set_missing_end(_MISSING_END)
 
     hook = register_optimizer_step_post_hook(after_step)
     weakref.finalize(runtime, hook.remove).atexit = False

@@ -55,7 +55,7 @@ class Fp8ExpertLinear(Fp8Layer):
             )
         return around
 
-    def stand_in(self, experts: Fp8Experts) -> None:
+    def attach(self, experts: Fp8Experts) -> None:
         """Attach this copy to the copied parent module."""
         if self._around is None:
             self._around = weakref.ref(experts)
@@ -70,7 +70,7 @@ class Fp8ExpertLinear(Fp8Layer):
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         around = memo.get(id(self._around())) if self._around is not None else None
         if around is not None:
-            copied.stand_in(around)
+            copied.attach(around)
         return copied
 
     @property
@@ -193,7 +193,7 @@ class Fp8Experts(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for linear in self.fp8_linears():
-            linear.stand_in(self)
+            linear.attach(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the original class, because the FP8 class is created at run time."""

@@ -114,7 +114,7 @@ class Fp8Group:
         copied.iteration, copied._phases = self.iteration, self._phases
         copied.delays, copied.frozen = self.delays, self.frozen
         for device, state in self.states.items():
-            copied.state(device).take_in(state)
+            copied.state(device).merge_iteration(state)
         return copied
 
     # -------------------------------------------------------------------------------------------------------- members
@@ -299,8 +299,8 @@ class Fp8Group:
             return
         self._written_by_training()
         for state in self.states.values():
-            if state.counts.fp8_gemms and (state.activity.awaits or state.came_back):
-                state.miss_end(MISSING_STEP)
+            if state.counts.fp8_gemms and (state.activity.awaits_backward or state.had_backward):
+                state.set_missing_end(MISSING_STEP)
 
     def loads(self, sites: LinearSites) -> None:
         """Called before a linear's weight is loaded. Resets its histories unless ``resume`` has just loaded them."""

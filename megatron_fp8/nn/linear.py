@@ -204,7 +204,7 @@ class Fp8Layer(torch.nn.Module):
         if autocast.label and site.is_fp8:
             self._prepare_sites()
             site = sites.by_recipe(device, autocast.label)
-        own, site = site, site.acting
+        own, site = site, site.active_site
         fp8 = runs_fp8(site, autocast)
         if type(weight) is not torch.nn.Parameter:
             check_weight(self.fp8_name, weight, fp8, not autocast.label and site is not own.healed)

@@ -61,7 +61,7 @@ def _merge(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
         if before.states:
             recorded[name] = linear.fp8_site
             for state in before.states.values():
-                group.state(linear.fp8_device).take_in(state)
+                group.state(linear.fp8_device).merge_iteration(state)
         sites = linear.fp8_sites
         linear.leave_group()
         linear.join_group(group, name)

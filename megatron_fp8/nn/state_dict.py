@@ -101,7 +101,7 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
     for linear in fp8_linears(model).values():
         states = linear.fp8_group.states.values()
         # Autograd graphs hold the sites replaced here.
-        if linear.fp8_group.is_standalone and any(state.activity.awaits for state in states):
+        if linear.fp8_group.is_standalone and any(state.activity.awaits_backward for state in states):
             raise RuntimeError(
                 "linears that were not converted together are in their first iteration: save and load FP8 state before"
                 " it, or call fp8_step(model) at its end first"

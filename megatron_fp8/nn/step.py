@@ -113,9 +113,9 @@ class _EndOfIteration:
                 " fp8_step(model) after the backward, and do not register"
             )
         states = [state for group in groups_of(self.model) for state in group.states.values()]
-        came_back = any(state.came_back for state in states)
-        trained = trains(optimizer, came_back)
-        if not (trained or came_back or any(state.activity.awaits for state in states)):
+        had_backward = any(state.had_backward for state in states)
+        trained = trains(optimizer, had_backward)
+        if not (trained or had_backward or any(state.activity.awaits_backward for state in states)):
             return
         # A rank without forward or backward still joins the collective of the other ranks.
         ran = trained and any(state.ran for state in states)

@@ -177,6 +177,6 @@ def columnwise_codes(weight: Fp8Parameter, quantizer: Quantizer, scale: torch.Te
     assert rowwise is not None
     if quantizer.rule == weight.rule and weight.rule.granularity.symmetric:
         return rowwise.transposed()
-    side = quantizer.again(rowwise.dequantize(torch.float32), "columnwise", scale).columnwise
+    side = quantizer.requantize(rowwise.dequantize(torch.float32), "columnwise", scale).columnwise
     assert side is not None
     return side

@@ -58,7 +58,7 @@ def quantize_shards(
         piece.measure(part)
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=group)
-        params[0].quantizer.slot.arena.counter.here.scaling_collectives += 1
+        params[0].quantizer.slot.arena.counter.current.scaling_collectives += 1
     _find_scales(pieces)
     for piece in pieces:
         piece.cast()
@@ -162,7 +162,7 @@ class _Piece:
                 codes = cast_blocks(self._matrix(self.master), own, (g.rows, g.cols), param.rule, False, None)
                 start = self.offset - self.top * param.shape[1]
                 param.set_shard(index, self.offset, codes.view(-1)[start : start + self.master.numel()])
-        param.quantizer.slot.arena.counter.here.casts += self.master is not None
+        param.quantizer.slot.arena.counter.current.casts += self.master is not None
         first = self.amaxes[0]
         amax = first.amax() if first.numel() else torch.zeros((), device=param.device, dtype=torch.float32)
         # On a GPU the count is kept even if it is 0: reading it would wait for the GPU.

@@ -138,7 +138,7 @@ class StoredCodes:
         else:
             scale_inv = compute_scale_inv(scale)
         piece_cast(flat, 0, shape, self.dtype, scale, self.codes[0].view(-1), quantizer.rule.fmt)
-        quantizer.slot.arena.counter.here.casts += 1
+        quantizer.slot.arena.counter.current.casts += 1
         self.set_scales([scale_inv], amax.amax() if amax.numel() else torch.zeros_like(nonfinite), nonfinite)
 
 

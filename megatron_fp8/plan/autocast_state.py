@@ -195,9 +195,10 @@ class Forwards:
         ] = {}  # (training, off for this site, recipe) -> state
 
     def state_for_call(self, site: Site, training: bool) -> AutocastState:
-        """Returns the state of this call, in this mode. Records none while torch.compile traces: the graph is fixed.
+        """Returns the state of this call. While torch.compile traces it records nothing: the graph is fixed.
 
-        RuntimeError: this recomputes one of several forwards that differed, and no ``remember_fp8`` says which.
+        RuntimeError: this call recomputes a forward, several forwards had different states, and no ``remember_fp8``
+        tells which of them it repeats.
         """
         if torch.compiler.is_compiling():
             return current_autocast_state()

@@ -267,7 +267,7 @@ class Arena:
         wire = torch.cat([self.rows[:, :agreed].reshape(-1), *flags])
         dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self.group)
         self.rows[:, :agreed] = wire[:-2].view(2, agreed)
-        self.counter.here.amax_collectives += 1
+        self.counter.current.amax_collectives += 1
         return torch.stack([wire[-2], self.rows[1].sum(), wire[-1]])
 
     @keep_subnormals
@@ -281,7 +281,7 @@ class Arena:
         added = self.rows[:, agreed:].contiguous()
         dist.all_reduce(added, op=dist.ReduceOp.MAX, group=self.group)
         self.rows[:, agreed:] = added
-        self.counter.here.amax_collectives += 1
+        self.counter.current.amax_collectives += 1
         return float(self.rows[1].sum())
 
     @keep_subnormals
@@ -322,7 +322,7 @@ class Arena:
         self.own_nonfinite = self.rows[1].clone()
         if self.world_size > 1:
             dist.all_reduce(self.rows, op=dist.ReduceOp.MAX, group=self.group)
-            self.counter.here.amax_collectives += 1
+            self.counter.current.amax_collectives += 1
         self.update(0)
         return self.last_nonfinite.sum()
 

@@ -34,17 +34,17 @@ class Activity:
         backwards: backward calls of sites since the state was made.
         ended: ``backwards`` at the last end of an iteration.
         traced: compiled code in high precision, which counts nothing, may have run in this iteration.
-        awaits: a forward of this iteration may still get a backward.
+        awaits_backward: a forward of this iteration may still get a backward.
     """
 
     backwards: int = 0
     ended: int = 0
     traced: bool = False
-    awaits: bool = False
+    awaits_backward: bool = False
 
     def end(self) -> None:
         """Marks the end of the iteration."""
-        self.ended, self.traced, self.awaits = self.backwards, False, False
+        self.ended, self.traced, self.awaits_backward = self.backwards, False, False
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Fp8State:
     guard: Guard | None = None
     findings: list[Finding] = field(default_factory=list)
     _outside: IterationCounts | None = field(default=None, init=False, repr=False, compare=False)
-    _along: tuple[Callable[[], torch.Tensor], list[float]] | None = field(
+    _extra_figures: tuple[Callable[[], torch.Tensor], list[float]] | None = field(
         default=None, init=False, repr=False, compare=False
     )
     begun: object = field(init=False, repr=False, compare=False)
@@ -151,7 +151,7 @@ class Fp8State:
     @property
     def counts(self) -> IterationCounts:
         """Counts of the current iteration on this rank; inside ``uncounted`` the separate counts."""
-        return self.counter.here
+        return self.counter.current
 
     def slots(self) -> list[Slot]:
         """Returns every slot of every arena."""
@@ -167,10 +167,10 @@ class Fp8State:
         if torch.compiler.is_compiling():
             yield inside
             return
-        with self.counter.apart(inside):
+        with self.counter.separate(inside):
             yield inside
 
-    def miss_end(self, message: str) -> None:
+    def set_missing_end(self, message: str) -> None:
         """Makes the next training forward raise with this message: an optimizer stepped before the iteration ended."""
         self.missing_end, self._missed_in_backward = message, in_backward()
 
@@ -195,7 +195,7 @@ class Fp8State:
         return bool(self.counts) or self.activity.traced
 
     @property
-    def came_back(self) -> bool:
+    def had_backward(self) -> bool:
         """Whether a backward reached a site in this iteration, on this rank."""
         return self.activity.backwards != self.activity.ended
 
@@ -222,7 +222,7 @@ class Fp8State:
             self.watch(watcher)
 
     @contextmanager
-    def reading_along(self, figures: Callable[[], torch.Tensor]) -> Iterator[list[float]]:
+    def read_with_arenas(self, figures: Callable[[], torch.Tensor]) -> Iterator[list[float]]:
         """An iteration that ends inside reads additional figures back in its only wait for the GPU.
 
         Args:
@@ -232,11 +232,11 @@ class Fp8State:
             A list of the figures as floats, empty until then.
         """
         result: list[float] = []
-        self._along = figures, result
+        self._extra_figures = figures, result
         try:
             yield result
         finally:
-            self._along = None
+            self._extra_figures = None
 
     def begin_capture(self) -> None:
         """Starts a capture: it has separate counts and shares no quantized weight with eager code."""
@@ -306,20 +306,20 @@ class Fp8State:
             arena.rows.zero_()
         self.activity.end()
 
-    def take_in(self, other: Fp8State) -> None:
+    def merge_iteration(self, other: Fp8State) -> None:
         """Adds the counts and the activity of another state's iteration: a copied model's, or of linears that join."""
         self.counter.iteration.add(other.counter.iteration)
         self.missing_end = self.missing_end or other.missing_end
         mine, others = self.activity, other.activity
         mine.backwards += others.backwards - others.ended
         mine.traced |= others.traced
-        mine.awaits |= others.awaits
+        mine.awaits_backward |= others.awaits_backward
 
     def _read(self, reduced: list[torch.Tensor]) -> list[list[float]]:
         """Reads the arenas' reduced values, float32 [3] each, and additional figures: an iteration's only host sync."""
-        if self._along is None:
+        if self._extra_figures is None:
             return torch.stack(reduced).tolist() if reduced else []
-        figures, result = self._along
+        figures, result = self._extra_figures
         own = torch.stack(reduced).double().flatten() if reduced else None
         along = figures().double()
         values = (along if own is None else torch.cat([own, along])).tolist()

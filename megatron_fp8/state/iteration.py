@@ -54,14 +54,14 @@ backward_task = torch._C._current_graph_task_id
 """Returns the id of the backward running in this thread, -1 if none. Not for traced code."""
 
 
-def trains(optimizer: Optimizer, came_back: bool) -> bool:
+def trains(optimizer: Optimizer, had_backward: bool) -> bool:
     """Whether the step that this optimizer just took trains the model.
 
     Args:
-        came_back: a backward reached the model since its last step. Otherwise, and if all learning rates are 0, this
-            reads the gradients, which waits for the device.
+        had_backward: a backward reached the model since its last step. If not, or if all learning rates are 0, this
+            reads the gradients and so waits for the device.
     """
-    return (came_back and _has_rate(optimizer)) or _has_gradient(optimizer)
+    return (had_backward and _has_rate(optimizer)) or _has_gradient(optimizer)
 
 
 def _has_rate(optimizer: Optimizer) -> bool:
@@ -124,13 +124,13 @@ class Counter:
         return Counter, ()
 
     @property
-    def here(self) -> IterationCounts:
+    def current(self) -> IterationCounts:
         """The counts of the calling thread."""
         own: IterationCounts | None = getattr(self._thread, "counts", None)
         return self.iteration if own is None else own
 
     @contextmanager
-    def apart(self, counts: IterationCounts) -> Iterator[None]:
+    def separate(self, counts: IterationCounts) -> Iterator[None]:
         """Inside, the calling thread adds to these counts."""
         outer = getattr(self._thread, "counts", None)
         self._thread.counts = counts

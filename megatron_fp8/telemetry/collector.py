@@ -216,7 +216,7 @@ class Collector:
         if (
             isinstance(operand, torch.Tensor)
             and site_of is not None
-            and not site_of().acting.casts[role].quantizers
+            and not site_of().active_site.casts[role].quantizers
         ):
             self._operand((site, role), lambda: operand.t() if turned else operand)
 

@@ -175,9 +175,9 @@ def finish(
 ) -> dict[str, float]:
     """The statistics by name, in the layout's order. Undefined ones are omitted, so every value is finite.
 
-    Undefined are: everything but nonfinite and the blockwise range if no element is finite (std: fewer than
-    two; kurtosis: no spread, or one lost to cancellation); statistics of codes without codes; sqnr_db without
-    error or signal; dynamic_range of zeros only (a blockwise range is then 0).
+    Without a finite element only nonfinite and the blockwise range are defined. std needs two finite elements, kurtosis
+    a spread that cancellation did not lose, sqnr_db an error and a signal, dynamic_range an element other than 0 (a
+    blockwise range of zeros is 0), and statistics of codes need codes.
     """
     as_list = [v.tolist() if isinstance(v, torch.Tensor) else list(v) for v in (sums, extremes)]
     total = dict(zip(layout.sums, as_list[0], strict=True))

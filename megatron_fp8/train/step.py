@@ -94,7 +94,7 @@ class Stepper:
             damage = self.check.turn()
             sums = self._reduced_sums(self._graph.run(training[0]), damage).tolist()
         else:
-            with state.reading_along(lambda: self._reduced_sums(self._losses, self.check.turn())) as sums:
+            with state.read_with_arenas(lambda: self._reduced_sums(self._losses, self.check.turn())) as sums:
                 self._forward_backward(training, self._microbatches, forward_only=False)
         loss = self._agreed(sums)
         updated, grad_norm, _ = self.optimizer.step()

@@ -193,7 +193,7 @@ def fit_to_checkpoint(wanted: dict[str, Any], stored: dict[str, Any]) -> tuple[l
 
 @torch.no_grad()
 def warm_from_weights(linears: list[Any], cold: set[str]) -> int:
-    """Gives cold delayed weights a scale from their current amax; returns how many. Collective.
+    """Sets the scale of delayed weights without a history from their current amax; returns how many. Collective.
 
     Args:
         linears: this rank's, in the order that all ranks of an amax group share.

@@ -138,7 +138,7 @@ class _Linears(NamedTuple):
         save_original_input = any(linear.save_original_input for linear in linears)
         options = {"training": training, "save_original_input": save_original_input}
         if torch.compiler.is_compiling():  # as for one linear, the operators do the rest at run time
-            sites = [linear.fp8_site.acting for linear in linears]
+            sites = [linear.fp8_site.active_site for linear in linears]
             return grouped_linear(x, weights, tokens, sites, **options)
         calls = [linear.begin_fp8() for linear in linears]
         sites, fresh = [site for site, _ in calls], [again for _, again in calls]

@@ -90,8 +90,8 @@ class _Fp8Site:
     def _called(self) -> tuple[GemmSite, AutocastState, bool]:
         """Returns this call's site, its autocast state (in a recomputation the forward's), and whether it uses FP8."""
         site = self.fp8_site
-        autocast, acting = self._forwards.state_for_call(site, self.training), site.acting
-        return acting, autocast, runs_fp8(acting, autocast)
+        autocast, active = self._forwards.state_for_call(site, self.training), site.active_site
+        return active, autocast, runs_fp8(active, autocast)
 
     def runs_fp8(self) -> bool:
         """Whether the next forward uses FP8."""
@@ -101,7 +101,7 @@ class _Fp8Site:
         """Whether the next call's kernels read this operand only to make codes, so that it may be a LazyTensor."""
         if torch.compiler.is_compiling() or (role == "input" and self.save_original_input):
             return False
-        return self.fp8_site.acting.computes(role) and self.runs_fp8()
+        return self.fp8_site.active_site.computes(role) and self.runs_fp8()
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Megatron's, and the state of delayed scaling if the model's sites have names."""
@@ -117,7 +117,7 @@ class _Fp8Site:
 
         RuntimeError: the last iteration was not ended.
         """
-        site = self.fp8_site.acting
+        site = self.fp8_site.active_site
         if site.state.missing_end and self.training and site.state.must_end_first:
             raise RuntimeError(site.state.missing_end)
         if fresh := self.is_first_microbatch:
@@ -150,7 +150,7 @@ class _Fp8Site:
         *,
         shard: bool = False,
     ) -> torch.Tensor:
-        site = self.fp8_site.acting
+        site = self.fp8_site.active_site
         on = not autocast.turns_off(site.plan)
         return record_high_precision(x, weight, y, site, training=self.training, observe=on, shard=shard)
 

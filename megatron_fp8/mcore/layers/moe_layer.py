@@ -181,7 +181,7 @@ class Dispatch:
             return False
         run_here = all(linear.runs_fp8() for linear in linears)
         # Experiments and the guard change plans.
-        plans = [linear.fp8_site.acting.plan for linear in linears]
+        plans = [linear.fp8_site.active_site.plan for linear in linears]
         refusals = (refusal(plan, role, quantizer.rule) for plan in plans)
         why = self._refused_elsewhere(role) or next(filter(None, refusals), None)
         if self.fp8_site.state.experiment:
@@ -267,14 +267,14 @@ class _Tokens(torch.autograd.Function):
         ctx.site = dispatch.fp8_site
         no_weight = x.new_empty(0, x.shape[-1])
         options: Any = {"training": training, "when": when}
-        with count_forward([ctx.site], [x], [no_weight], **options) as (record, ctx.late):
+        with count_forward([ctx.site], [x], [no_weight], **options) as (record, ctx.deferred):
             return dispatch.coded(x, "input", record=record)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        if ctx.late is not None:
-            ctx.late.record([ctx.site])
+        if ctx.deferred is not None:
+            ctx.deferred.record([ctx.site])
         return grad, None, None, None
 
 

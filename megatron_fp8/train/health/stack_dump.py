@@ -149,7 +149,7 @@ def _location(frame: FrameType) -> str:
 def explain_lost_rank(
     error: BaseException, phase: str, ranks: str, saved: Path | None
 ) -> TrainingFailed | None:
-    """Explain an error of a collective that another rank caused, by its end or its silence; else None.
+    """Explain an error of a collective if another rank that ended, or does not answer, caused it; else None.
 
     Args:
         phase: this rank's phase, such as 'iteration 12'.

@@ -55,7 +55,7 @@ def check(
     Args:
         otherwise: a further remedy for the error message, beside the config of the checkpoint's run.
 
-    Raises ValueError that names every setting, with both values, by which this run computes something else.
+    Raises ValueError that names each setting that changes what the run computes, with both values.
     """
     changed = [*_model_changes(run, manifest), *_tokenizer_change(run, manifest, tokenizer)]
     accepted = [

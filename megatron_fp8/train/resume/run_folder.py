@@ -311,7 +311,7 @@ def is_inside(checkpoints: Path, run_dir: Path) -> bool:
 def own_name(checkpoint: Path, checkpoints: Path) -> str | None:
     """The name of a checkpoint among those that a run saved in ``checkpoints``, however its path is written.
 
-    None if it is not one of them. A copy with another name is not: its iteration would be unknown.
+    None if it is not one of them, or is a copy with another name: its iteration would be unknown.
     """
     paths = (checkpoint, Path(os.path.realpath(checkpoint)))
     own = (path.name for path in paths if has_usual_name(path) and same_place(path.parent, checkpoints))

@@ -187,7 +187,7 @@ def _bytes(model, optimizer):
             site.state.weight_generation,
             site.state.observer,
             site.has_run,
-            site.acting is site,
+            site.active_site is site,
         )
     found["random"] = (torch.get_rng_state(), repr(random.getstate()), repr(numpy.random.get_state()))
     found["modes"] = [module.training for module in model.modules()]

@@ -30,7 +30,7 @@ def test_with_every_operand_it_computes_the_site_s_bits(recipe):
     site = linear.fp8_site
     with site.replaced_by(SimulatedSite(site, EVERY, {})):
         assert all(map(torch.equal, _run(linear, x), right))
-    assert site.acting is site
+    assert site.active_site is site
 
 
 def test_with_none_it_is_the_unconverted_layer():

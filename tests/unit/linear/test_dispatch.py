@@ -116,7 +116,7 @@ def assert_same_parameter(found: Any, wanted: Any, what: str) -> None:
         each.record()
     mine, theirs = (each.quantizer.slot.arena for each in (found, wanted))
     assert_same_bytes(mine.rows[:, :1], theirs.rows[:, :1], f"{what}: what is recorded")
-    assert mine.counter.here.casts == theirs.counter.here.casts, what
+    assert mine.counter.current.casts == theirs.counter.current.casts, what
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,8 @@ def test_histories_go_on() -> None:
         before = {name: site.state.counts.casts for name, site in sites.items()}
         assert set(before.values()) == {0}
         loss_of(model, 100 * batch(BORDER)).backward()
-        assert not sites["2"].acting.casts["input"].quantizers
-        assert not sites["4"].acting.casts["grad_output"].quantizers
+        assert not sites["2"].active_site.casts["input"].quantizers
+        assert not sites["4"].active_site.casts["grad_output"].quantizers
         slots = {
             f"{name}.{role}": quantizer.slot
             for name, site in sites.items()

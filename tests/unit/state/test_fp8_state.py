@@ -20,14 +20,14 @@ def test_finish_iteration_counts_once_and_starts_anew():
     slots = make_slots(arena, DelayedScaling(), [E4M3, E5M2])
     assert state.slots() == slots
     state.counts.fp8_gemms += 3
-    arena.counter.here.casts += 2
+    arena.counter.current.casts += 2
     observe(slots[0], 1.0, nonfinite=2)
     observe(slots[0], 1.0, nonfinite=2)
     observe(slots[1], 1.0, nonfinite=1)
     counts = state.finish_iteration()
     assert (counts.fp8_gemms, counts.casts, counts.nonfinite, counts.amax_collectives) == (3, 2, 5, 0)
     assert state.last is counts and (state.iteration, state.weight_generation) == (1, 1)
-    arena.counter.here.casts += 1
+    arena.counter.current.casts += 1
     counts = state.finish_iteration()
     assert (counts.fp8_gemms, counts.casts, counts.nonfinite) == (0, 1, 0)
     assert (state.iteration, state.weight_generation) == (2, 2)
