@@ -151,18 +151,6 @@ def test_blocks_of_every_size_in_one_operand(name):
     assert_close_to_exact(gemm(a, b), values(a), values(b))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_nan_codes_stay_visible(name):
-    x = randn(6, 64, seed=8)
-    x[2, 40] = math.nan
-    a, b = operands("fprop", RECIPES[name], 6, 5, 64, x=x)
-    for exact in (False, True):
-        for dtype in (torch.float32, torch.bfloat16):
-            result = gemm(a, b, out_dtype=dtype, exact=exact)
-            assert result.isnan().all(1).tolist() == [False, False, True, False, False, False]
-            assert not result[[0, 1, 3, 4, 5]].isnan().any()
-
-
 @pytest.mark.parametrize(
     "m, n, k", [(33, 127, 33), (300, 129, 33), (31, 127, 129), (32, 31, 1), (33, 127, 34), (31, 127, 132)]
 )
@@ -173,8 +161,9 @@ def test_a_nan_stays_in_its_row_whatever_the_contraction(name, m, n, k):
     x[13, 0] = math.nan
     a, b = operands("fprop", RECIPES[name], m, n, k, x=x)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        result = gemm(a, b, out_dtype=dtype)
-        assert result.isnan().any(1).nonzero().flatten().tolist() == [13]
+        for exact in (False, True):
+            nan = gemm(a, b, out_dtype=dtype, exact=exact).isnan()
+            assert nan.all(1).nonzero().flatten().tolist() == [13] and nan.sum() == n
 
 
 def test_a_bias_of_another_shape_and_a_result_that_cannot_be_are_refused():
@@ -187,19 +176,6 @@ def test_a_bias_of_another_shape_and_a_result_that_cannot_be_are_refused():
             for dtype in (torch.int32, torch.float8_e4m3fn, torch.complex64):
                 with pytest.raises(ValueError, match="out_dtype"):
                     gemm(a, b, out_dtype=dtype)
-
-
-@pytest.mark.parametrize("which", GEMMS)
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_code_counts(name, which):
-    """Changing one code changes exactly its row of the result: nothing is skipped, nothing is read twice."""
-    a, b = operands(which, RECIPES[name], 40, 48, 56)
-    before = gemm(a, b)
-    codes = a.codes.contiguous().clone()
-    codes.view(torch.uint8)[11, 13] ^= 0x88
-    after = gemm(replace(a, codes=codes), b)
-    changed = (before != after).any(1)
-    assert changed[11] and changed.sum() == 1
 
 
 def test_e5m2_times_e5m2_is_refused():

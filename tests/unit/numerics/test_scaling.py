@@ -65,12 +65,6 @@ def test_amax_ignores_nan_and_keeps_inf(dtype):
     assert compute_amax(x[1]).item() == 0.0
 
 
-def test_amax_of_zero_and_subnormals():
-    tiny = torch.tensor([2.0**-149, -(2.0**-148), 0.0])
-    assert compute_amax(tiny).item() == 2.0**-148
-    assert_same_bytes(compute_amax(torch.tensor([-0.0, -0.0])), np.float32(0), "amax of -0 is +0")
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_amax_reads_through_strides(dtype):
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
@@ -125,15 +119,6 @@ def test_scale_of_any_amax(amax, epsilon, pow2):
         assert_same_bytes(actual, expected, f"{amax!r}")
 
 
-def test_scale_is_a_division_not_a_reciprocal():
-    """`448.0 / tensor` multiplies by a reciprocal; here that is another number every fifth time."""
-    amax = torch.rand(10_000, generator=torch.Generator().manual_seed(5)) + 0.5
-    expected = np.float32(448) / amax.numpy()
-    reciprocal = np.float32(448) * (np.float32(1) / amax.numpy())
-    assert (expected != reciprocal).mean() > 0.2
-    assert_same_bytes(compute_scale(amax, E4M3), expected)
-
-
 @pytest.mark.parametrize(
     "amax, options, expected",
     [
@@ -162,32 +147,12 @@ def test_scale_rules(amax, options, expected):
     assert compute_scale(torch.tensor(amax), E4M3, **options).item() == expected
 
 
-def test_power_of_two_one_ulp_below_a_power_of_two():
-    """The scale is rounded down: one ulp below 2^k it is 2^(k-1), where a float32 floor(log2) says 2^k."""
-    scales = np.nextafter(reference.POWERS[60:-20].astype(np.float32), np.float32(0))
-    amax = np.float32(448) / scales
-    exact = np.float32(448) / amax  # what the rule rounds down; not always `scales` again
-    expected = reference.power_of_two_below(exact)
-    actual = compute_scale(torch.from_numpy(amax), E4M3, pow2=True)
-    assert_same_bytes(actual, expected)
-    assert bool((actual <= torch.from_numpy(exact)).all()) and bool(
-        (actual * 2 > torch.from_numpy(exact)).all()
-    )
-
-
 def test_scale_inv_is_ieee_and_may_be_subnormal():
     scales = np.concatenate([EDGES[EDGES >= 2.0**-126], np.array([F32_MAX], dtype=np.float32)])
     inverse = compute_scale_inv(torch.from_numpy(scales))
     assert_same_bytes(inverse, reference.scale_inv(scales))
     assert 0 < compute_scale_inv(torch.tensor(F32_MAX)).item() < 2.0**-126
     assert compute_scale_inv(torch.tensor(2.0**127)).item() == 2.0**-127
-
-
-@pytest.mark.parametrize("fmt, spec", FORMATS)
-def test_scales_keep_shape(fmt, spec):
-    amax = torch.rand(3, 1, 5)
-    assert compute_scale(amax, fmt).shape == compute_e8m0(amax, fmt).shape == amax.shape
-    assert compute_scale(amax[:0], fmt).shape == compute_e8m0(amax[:0], fmt).shape == (0, 1, 5)
 
 
 # --------------------------------------------------------------------------------------------------- E8M0
@@ -211,16 +176,6 @@ def test_e8m0_at_every_exponent_and_mantissa_edge(fmt, spec):
 def test_e8m0_of_any_amax(amax):
     for fmt, spec in ((E4M3, reference.E4M3), (E5M2, reference.E5M2)):
         assert compute_e8m0(torch.tensor(amax), fmt).item() == reference.e8m0_one(amax, spec.largest)
-
-
-@pytest.mark.parametrize("fmt, spec", FORMATS)
-def test_e8m0_never_saturates_an_element_and_wastes_less_than_a_bit(fmt, spec):
-    amax = EDGES.astype(np.float64)
-    amax = amax[amax / spec.largest <= 2.0**127]
-    inverse = reference.e8m0_value(compute_e8m0(torch.from_numpy(amax).float(), fmt).numpy())
-    assert (amax / inverse <= spec.largest).all()
-    inside = inverse > 2.0**-127
-    assert (amax[inside] / (inverse[inside] / 2) > spec.largest).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

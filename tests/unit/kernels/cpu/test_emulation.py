@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ from megatron_fp8.kernels.cast_dispatch import (
 )
 from megatron_fp8.kernels.cpu import emulation as cpu
 from megatron_fp8.kernels.cpu import matrix_quantize
-from megatron_fp8.kernels.gemms import matmul_fp32
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.recipe import (
     Float8BlockScaling,
@@ -290,33 +288,6 @@ def test_what_does_not_fit_is_named_before_c_sees_it():
     for call, said in wrong:
         with pytest.raises(AssertionError, match=said):
             call()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_defaults_of_dtype_and_device_are_not_asked(dtype, both):
-    x, w = mixed((70, 160), torch.bfloat16, False), mixed((90, 160), torch.bfloat16, False, seed=3)
-
-    def run():
-        found = []
-        for recipe in RECIPES.values():
-            a, b = quantize(x, recipe, "input"), quantize(w, recipe, "weight")
-            found += [a.rowwise.codes, a.rowwise.scale_inv, a.dequantize(), matmul_fp32(x, w)]
-            found += [
-                emulated.gemm(a.rowwise, b.rowwise, out_dtype=t) for t in (torch.bfloat16, torch.float32)
-            ]
-        return found
-
-    expected = both(run)
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(dtype)
-        with torch.device("meta"):
-            found = both(run)
-    finally:
-        torch.set_default_dtype(before)
-    for one, other in zip(chain(*expected), chain(*found), strict=True):
-        assert one.dtype is other.dtype
-        assert_same_bytes(one, other, str(one.dtype))
 
 
 def test_no_more_threads_than_a_system_gives(monkeypatch):
