@@ -80,18 +80,11 @@ def test_every_field_is_part_of_identity(cls):
 
 
 @pytest.mark.parametrize("cls", BUILT_IN)
-def test_frozen(cls):
-    recipe = cls()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        recipe.fp8_format = Format.E4M3
-
-
-@pytest.mark.parametrize("cls", BUILT_IN)
 def test_formats_by_role(cls):
     hybrid, e4m3 = cls(fp8_format=Format.HYBRID), cls(fp8_format=Format.E4M3)
     assert [hybrid.rule(role).fmt for role in ROLES] == [E4M3, E4M3, E5M2]
     assert [e4m3.rule(role).fmt for role in ROLES] == [E4M3, E4M3, E4M3]
-    with pytest.raises(ValueError, match="weights"):
+    with pytest.raises(ValueError, match=r"weights.*input.*weight.*grad_output"):
         hybrid.rule("weights")
 
 

@@ -190,13 +190,6 @@ def test_contractions_must_agree():
         gemm(a, quantize(torch.ones(3, 7), MXFP8BlockScaling(), "weight").rowwise)
 
 
-def test_no_global_setting_is_left_changed():
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    for which in GEMMS:
-        gemm(*operands(which, Float8CurrentScaling(), 16, 16, 16))
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_precision_of_float32_products_is_the_users_own(name, monkeypatch):
     """Torch may round float32 operands to TF32 or bfloat16: those of FP8 products do not need more bits, or keep them."""

@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8.backends import emulated
 from megatron_fp8.numerics.formats import E4M3, E5M2
-from megatron_fp8.quantizer import Quantizer
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.arena import Arena, Slot
 from megatron_fp8.state.fp8_state import Fp8State
@@ -122,55 +120,6 @@ def test_an_amax_that_no_cast_recorded_is_counted_and_changes_nothing(amax: floa
     assert_same_bytes(slot.arena.history(recipe, E4M3)[1], rows)
 
 
-def test_tensor_that_was_not_cast_keeps_scale_and_history():
-    state, slot, recipe = one_slot()
-    idle = slot.arena.add(recipe, E4M3)
-    observe(slot, 2.0)
-    observe(idle, 4.0)
-    state.finish_iteration()
-    before = slot.arena.history(recipe, E4M3)[1].clone()
-    observe(slot, 8.0)
-    state.finish_iteration()
-    after = slot.arena.history(recipe, E4M3)[1]
-    assert_same_bytes(after[:, 1], before[:, 1])
-    assert after[:, 0].tolist() == [0, 0, 2, 8]
-    assert idle.scale == 112 and slot.scale == 56
-
-
-def test_all_zeros_leave_no_trace_as_in_transformer_engine():
-    """numerics: v == 0 does not roll, whether the tensor was not cast or was cast and all zero."""
-    state, slot, recipe = one_slot()
-    quantizer = Quantizer(recipe.rule("input"), slot, emulated)
-    quantizer(torch.full((2, 3), 2.0), "rowwise", record=True)
-    state.finish_iteration()
-    scale, rows = slot.scale, slot.arena.history(recipe, E4M3)[1].clone()
-    quantizer(torch.zeros(2, 3), "rowwise", record=True)
-    state.finish_iteration()
-    assert_same_bytes(slot.scale, scale)
-    assert_same_bytes(slot.arena.history(recipe, E4M3)[1], rows)
-
-
-def test_interval_recomputes_at_its_multiples_and_always_rolls():
-    state, slot, recipe = one_slot(interval=3, amax_compute_algo="most_recent")
-    scales = []
-    for iteration in range(7):
-        observe(slot, float(iteration + 1))
-        state.finish_iteration()
-        scales.append(slot.scale.item())
-    assert scales == [448, 448, 448, 112, 112, 112, 64]
-    assert slot.arena.history(recipe, E4M3)[1][:, 0].tolist() == [0, 5, 6, 7]
-
-
-def test_margin_epsilon_and_zero():
-    state, slot, _ = one_slot(margin=2, amax_epsilon=0.5, amax_history_len=1)
-    observe(slot, 0.0)
-    state.finish_iteration()
-    assert slot.scale == 1 and not slot.warm, "amax 0 leaves the scale as it was, epsilon or not"
-    observe(slot, 0.25)
-    state.finish_iteration()
-    assert slot.scale == 448 / 0.5 / 4
-
-
 def test_slots_added_later_join_with_an_empty_history():
     state, first, recipe = one_slot()
     arena = first.arena
@@ -215,41 +164,3 @@ def test_saved_scale_is_a_copy():
     observe(slot, 200.0)
     state.finish_iteration()
     assert kept == 224 and slot.scale != 224
-
-
-def test_cold_slot_quantizes_as_tensorwise_then_by_its_history():
-    state, slot, recipe = one_slot()
-    quantizer = Quantizer(recipe.rule("input"), slot, emulated)
-    x, y = torch.full((2, 3), 4.0), torch.full((2, 3), 0.5)
-    first = quantizer(x, "rowwise", record=True).rowwise
-    assert first is not None and first.scale_inv == 1 / torch.tensor(112.0)
-    again = quantizer(y, "rowwise", record=True).rowwise
-    assert again is not None and again.scale_inv == 1 / torch.tensor(896.0), "cold: its own amax"
-    state.finish_iteration()
-    warm = quantizer(y, "rowwise", record=True).rowwise
-    assert warm is not None and warm.scale_inv == 1 / torch.tensor(112.0), "warm: the last update's scale"
-    assert first.scale_inv == 1 / torch.tensor(112.0)
-
-
-def test_nothing_is_recorded_in_evaluation():
-    state, slot, recipe = one_slot()
-    quantizer = Quantizer(recipe.rule("input"), slot, emulated)
-    quantizer(torch.full((2, 3), INF), "rowwise", record=False)
-    counts = state.finish_iteration()
-    assert counts.nonfinite == 0 and counts.casts == 1 and not slot.warm
-    assert slot.arena.last_amax.tolist() == [0]
-
-
-@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
-def test_nonfinite_values_are_counted_and_never_reach_a_scale(bad):
-    state, slot, recipe = one_slot()
-    quantizer = Quantizer(recipe.rule("input"), slot, emulated)
-    clean = torch.full((4, 4), 2.0)
-    dirty = clean.clone()
-    dirty[1, 2] = dirty[3, 3] = bad
-    for matrix, nonfinite in [(dirty, 2), (clean, 0), (dirty, 2), (clean, 0)]:
-        quantizer(matrix, "both", record=True)
-        quantizer(clean, "both", record=True)
-        assert state.finish_iteration().nonfinite == nonfinite
-        assert slot.scale.isfinite()
-    assert slot.scale == 224
