@@ -9,7 +9,6 @@ import pytest
 
 from megatron_fp8.numerics.formats import E4M3, E5M2, Format
 from megatron_fp8.recipe import (
-    BLOCK_1X32,
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
@@ -210,8 +209,3 @@ def test_tokens_fill_small_blocks(width, expected):
             alignment(CustomRecipe(lambda asked, role=role: in_blocks if asked == role else None)) == expected
         )
     assert alignment(CustomRecipe(lambda asked: in_blocks if asked == "weight" else None)) == 16, "no tokens"
-
-
-def test_alignment_of_recipes():
-    found = {cls: alignment(cls()) for cls in BUILT_IN}
-    assert found == {**dict.fromkeys(BUILT_IN, 16), MXFP8BlockScaling: BLOCK_1X32.cols}

@@ -196,13 +196,6 @@ def test_storage_can_be_a_slice_of_a_buffer() -> None:
         made("mxfp8").replace_storage(buffer[64:].view(256, 128))
 
 
-def test_high_precision_start() -> None:
-    parameter = made("tensorwise")
-    assert torch.equal(parameter.get_high_precision_init_val(), weight())
-    parameter.clear_high_precision_init_val()
-    assert torch.equal(parameter.get_high_precision_init_val(), parameter.dequantize())
-
-
 @torch.no_grad()
 def test_weights_that_are_loaded_before_there_is_a_master_are_its_start() -> None:
     parameter, other = made("tensorwise"), made("tensorwise")

@@ -76,14 +76,6 @@ def test_what_is_ignored_from_the_start_stays_ignored(name):
     assert not any(stop.votes())
 
 
-def test_a_ctrl_c_after_the_end_promises_nothing(capfd):
-    stop = StopRequest({})
-    stop.listen("SIGINT", "it saves")
-    stop.ended()
-    os.kill(os.getpid(), signal.SIGINT)
-    assert capfd.readouterr().err == ""
-
-
 def test_the_first_reason_that_any_rank_has_counts_and_stays():
     stop = StopRequest({})
     stop.agree([0.0] * 6)

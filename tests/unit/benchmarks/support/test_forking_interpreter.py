@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from benchmarks.support.forking_interpreter import stood_for
-from tests.support.command import environment, torchrun
+from tests.support.command import environment
 
 SCRIPT = """
 import os, sys
@@ -23,15 +23,6 @@ def write(folder: Path, end: str) -> str:
     path = folder / "script.py"
     path.write_text(SCRIPT.format(end=end))
     return str(path)
-
-
-def test_it_is_told_and_heard(forking_python, tmp_path):
-    done = subprocess.run(
-        [forking_python, write(tmp_path, "sys.exit(3)"), "--a", "b c"],
-        capture_output=True, text=True, env=environment(WORD="ham"), cwd=tmp_path, check=False,
-    )  # fmt: skip
-    assert done.returncode == 3 and done.stderr.splitlines()[-1] == "said"
-    assert done.stdout == f"['--a', 'b c'] ham {tmp_path} True forking-python\n"
 
 
 def test_it_reads_a_pipe_and_writes_in_the_encoding_that_it_is_told(forking_python, tmp_path):
@@ -55,21 +46,6 @@ def test_the_command_behind_it_is_found(forking_python, tmp_path):
         assert stood_for()[process.pid] == command != process.pid
         os.kill(command, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-
-
-def test_signals_reach_the_command(forking_python, tmp_path):
-    """Which decides what becomes of them; one that it does not expect ends it."""
-    path = tmp_path / "script.py"
-    path.write_text(
-        "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))\n"
-        "print('ready', flush=True); time.sleep(3600)"
-    )
-    for number, code in ((signal.SIGUSR1, 7), (signal.SIGTERM, -signal.SIGTERM)):
-        command = [forking_python, str(path)]
-        with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-            process.send_signal(number)
-            assert process.wait() == code
 
 
 def test_a_signal_that_is_ignored_from_the_start_is_ignored_until_the_command_listens(
@@ -100,13 +76,3 @@ def test_a_killed_one_takes_its_command_with_it(forking_python, tmp_path):
         assert process.stdout is not None and process.stdout.readline()
         process.kill()
         assert process.stdout.read() == b""
-
-
-def test_torchrun_starts_its_ranks_with_it(forking_python, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORD", "ham")
-    # A rank that fails takes the others with it: they are to have spoken.
-    meet = "import time; open(os.environ['RANK'], 'w').close()\nwhile not os.path.exists('0'): time.sleep(0.01)\n"
-    end = f"{meet}sys.exit(int(os.environ['RANK']) * 5)"
-    done = torchrun(write(tmp_path, end), "x", python=forking_python, cwd=tmp_path)
-    assert done.returncode == 1 and done.stdout.count("['x'] ham") == 2
-    assert done.stdout.count("True forking-python") == 2 and "exitcode  : 5 " in done.stderr
