@@ -7,8 +7,6 @@ The golden file was written by NumPy code that shares nothing with this package 
 docs/conformance.md defines its tensors.
 """
 
-from __future__ import annotations
-
 from .golden import Case, differences, load
 
 __all__ = ["Case", "differences", "load"]

@@ -1,7 +1,5 @@
 """Fixtures of several functional tests: a small run's config, in a folder of its own for each test file."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

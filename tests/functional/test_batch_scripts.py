@@ -3,8 +3,6 @@
 A stand-in for srun starts the task as srun does, without a cluster, and one for Python writes down its arguments.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """examples/reshard.sh, small: BF16, then FP8 on other ranks, then BF16 on other ranks again, one training."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """examples/finetune_moe.py, shorter: import of a DeepSeek-V3, FP8 training, export, and transformers reading it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

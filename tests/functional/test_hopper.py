@@ -1,7 +1,5 @@
 """Every kernel compiled for an H100, on any machine: what the instructions show."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

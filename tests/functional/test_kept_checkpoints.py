@@ -1,7 +1,5 @@
 """Checkpoints of an earlier version resume to the bits that its own run went on with."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.old_checkpoints import KINDS, expected, machine, options, result, train, unpacked

@@ -1,7 +1,5 @@
 """`train` under limits of its shell and in a locale of ASCII: one line, which names the limit and how to raise it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """examples/megatron_gpt.py on two ranks under torchrun, as its first lines say (in one process: test_blocks.py)."""
 
-from __future__ import annotations
-
 import re
 
 from tests.support.command import ROOT, torchrun

@@ -1,7 +1,5 @@
 """Telemetry over ranks: its figures are those of the run's own tensors and codes, each element once."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """`megatron-fp8 train` with telemetry: what is written, a resumed run, refusals."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

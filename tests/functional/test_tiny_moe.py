@@ -1,7 +1,5 @@
 """The small DeepSeek-V3 that ships, cut short: it trains on two ranks, everything in FP8, and says what it is."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Where megatron-core is not installed (it has no wheels for macOS and Windows): what works, and what is said."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Links in a checkpoint: one that leads out of it is refused; folders may be links, and go on working."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables and calibrations that another tool or person changed: used or refused in one line."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

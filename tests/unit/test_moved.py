@@ -1,7 +1,5 @@
 """Import paths that documentation names, today and before: each leads to a module."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

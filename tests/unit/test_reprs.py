@@ -1,7 +1,5 @@
 """What is printed of modules, tensors and settings is one short line, without values of tensors."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """docs/migrate.md names what the newest Transformer Engine has."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

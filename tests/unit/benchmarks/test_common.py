@@ -1,7 +1,5 @@
 """What benchmarks write beside their figures: of which version and commit they are."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

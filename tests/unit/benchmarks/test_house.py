@@ -1,7 +1,5 @@
 """benchmarks/house.py: lines of code, and functions that a call enters."""
 
-from __future__ import annotations
-
 from benchmarks import house
 from megatron_fp8.recipe import DelayedScaling
 

@@ -1,7 +1,5 @@
 """The committed counts of instructions: whole, and at the goal."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What `megatron-fp8 launch` refuses before it starts anything, each in one line with the remedy."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

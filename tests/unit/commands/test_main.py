@@ -1,7 +1,5 @@
 """The command line's own part: which command, and readers that leave."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

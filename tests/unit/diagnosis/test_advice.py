@@ -1,7 +1,5 @@
 """Advice: each rule finds its evidence and nothing else, and gives a line that train takes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

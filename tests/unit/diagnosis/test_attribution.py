@@ -1,7 +1,5 @@
 """When a distance is beyond that of rounding alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_fp8.diagnosis.attribution import beyond_rounding

@@ -1,7 +1,5 @@
 """diagnose(model, loss_of, batches): what it names, what it says, and that the model comes back as it was."""
 
-from __future__ import annotations
-
 import json
 import random
 

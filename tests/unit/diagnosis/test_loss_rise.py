@@ -1,7 +1,5 @@
 """A loss that rose: by much at once, by little for good, and never by noise."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

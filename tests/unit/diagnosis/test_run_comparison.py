@@ -1,7 +1,5 @@
 """Where two runs' telemetry parts."""
 
-from __future__ import annotations
-
 import copy
 import math
 

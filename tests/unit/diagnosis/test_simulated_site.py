@@ -1,7 +1,5 @@
 """A site's stand-in: the same bits where all is quantized, high precision where nothing is, and rounding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """docs/options.md says what the program says now."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """What a rank exchanges: groups of different sizes are different lines; what a collective costs a rank. Trainings and
 simulated worlds hold the rest (test_estimate.py, test_scaling.py)."""
 
-from __future__ import annotations
-
 from megatron_fp8.estimate.communication import stage_traffic
 from megatron_fp8.estimate.config_reader import read
 from megatron_fp8.estimate.linear_communication import Traffic

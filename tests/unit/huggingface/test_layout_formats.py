@@ -1,7 +1,5 @@
 """Fused matrices and FP8 forms, against rules written out on their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

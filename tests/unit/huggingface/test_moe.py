@@ -1,7 +1,5 @@
 """Experts, their router and latent attention: what maps both ways, and what is refused, by field and value."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a manifest says of the directory that was imported: read as it was written, and nothing else is taken."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The next token: greedy, temperature, top-k, top-p."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The kept digests that GPUs are checked with: made by today's emulated backend, met by the kernels, and sharp."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

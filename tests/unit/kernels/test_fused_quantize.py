@@ -3,8 +3,6 @@
 What each promises: the value against torch's, the codes of that value in all bytes.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

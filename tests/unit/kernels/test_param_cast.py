@@ -1,7 +1,5 @@
 """Pieces of a float32 master, cut anywhere: together they give the codes of the whole rounded weight."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

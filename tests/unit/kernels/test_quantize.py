@@ -1,7 +1,5 @@
 """Quantizing kernels against the emulated backend: every byte of codes and scales, amax and counts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

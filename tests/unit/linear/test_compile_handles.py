@@ -1,7 +1,5 @@
 """By what compiled code knows a site."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_fp8.linear.gemm_site import site_by_handle

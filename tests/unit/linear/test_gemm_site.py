@@ -1,7 +1,5 @@
 """A GEMM site: quantizers and slots from its plan, three GEMMs counted, a stream of random bits a backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The runtime of a config: where it is found, who shares it, and what it keeps alive."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """Fp8Group: what belongs to one model, made when it first runs, gone when the model is gone, not shared by copies."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

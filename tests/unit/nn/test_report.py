@@ -1,7 +1,5 @@
 """The report of a conversion: its table, and which share of the model runs in FP8."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

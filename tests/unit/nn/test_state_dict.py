@@ -1,7 +1,5 @@
 """The state of FP8 by name: training goes on from it bit for bit, and what does not fit changes nothing."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """fp8_step: once an iteration whatever happened in it; an optimizer that steps without it is found out."""
 
-from __future__ import annotations
-
 import weakref
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """torch's encoder goes past its linears in evaluation: not where they were converted, and again when converted back."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

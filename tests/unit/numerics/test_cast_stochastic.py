@@ -1,7 +1,5 @@
 """Stochastic rounding: Philox bits from the logical index, exact use of them, no bias, no layout in it."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """All 256 codes of every format against ml_dtypes, gfloat and the table in docs/numerics.md."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

@@ -1,7 +1,5 @@
 """Rules and granularities: what cannot be is refused, and what can be made trains."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Codes follow from a decoded weight and its scales, whatever codes and scales they were."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_fp8.numerics.rule import BLOCK_128X128

@@ -1,7 +1,5 @@
 """Exceptions by name: which sites a key means, which part of them, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_fp8.plan.overrides import (

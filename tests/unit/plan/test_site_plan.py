@@ -1,7 +1,5 @@
 """The precision plan: one frozen entry a site, with its reason."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """An engine's casts of inputs, by hand: static and dynamic scales, NaN."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What ranks ask each other: the same answers as if everybody had told everybody, and what it costs."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

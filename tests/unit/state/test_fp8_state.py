@@ -1,7 +1,5 @@
 """Fp8State: what an iteration did, the phase it is in, and who shares it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The guard's look at an arena: which illness, for how long, and by which scale."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Counts of several states are one iteration's."""
 
-from __future__ import annotations
-
 from dataclasses import astuple, fields
 
 from megatron_fp8.state.iteration import IterationCounts

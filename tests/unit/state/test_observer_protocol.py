@@ -1,7 +1,5 @@
 """The seam for an observer: each cast and product once, of what ran, and nothing for those who do not watch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

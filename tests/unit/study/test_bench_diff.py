@@ -1,7 +1,5 @@
 """Two measurements: what is called a change, and what noise."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

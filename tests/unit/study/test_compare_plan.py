@@ -1,7 +1,5 @@
 """What a comparison would run, and which runs it takes as they are. Nothing is trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

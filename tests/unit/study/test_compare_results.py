@@ -1,7 +1,5 @@
 """Figures and verdicts of comparisons whose losses are made up, so that the words can be held against them."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

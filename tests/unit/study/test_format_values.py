@@ -1,7 +1,5 @@
 """The formats as they are described, against torch.finfo, ml_dtypes, and the tables of the OCP specifications."""
 
-from __future__ import annotations
-
 import math
 
 import ml_dtypes

@@ -1,8 +1,6 @@
 """One tensor by every recipe: the fewer elements share a scale, the less an outlier costs; delayed scaling simulated; the
 colours of pictures."""
 
-from __future__ import annotations
-
 import re
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """What the collector makes of what passes: each tensor once an iteration, of every kind of site, and nothing kept."""
 
-from __future__ import annotations
-
 import errno
 import re
 

@@ -1,7 +1,5 @@
 """The first iteration at which a tensor went bad, and why; once for each reason, resumed or not."""
 
-from __future__ import annotations
-
 import math
 
 import torch

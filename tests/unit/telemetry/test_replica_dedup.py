@@ -1,7 +1,5 @@
 """Each element counts once: who counts what, of replicas, shards and parts."""
 
-from __future__ import annotations
-
 from megatron_fp8.linear.tensor_parallel import ShardInfo
 from megatron_fp8.telemetry.replica_dedup import Counts, agree
 

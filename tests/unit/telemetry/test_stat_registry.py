@@ -1,7 +1,5 @@
 """The catalogue: what names mean, which there are not, and the page that lists them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

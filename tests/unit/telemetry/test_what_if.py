@@ -1,7 +1,5 @@
 """Codes in other recipes: those of the recipe itself, and delayed scales from a history of their own."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

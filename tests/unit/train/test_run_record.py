@@ -1,7 +1,5 @@
 """The record of a run: one reader for reports, pages, advice and comparisons, which refuses what it cannot understand."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """NVFP4 on the native backend: the product through a torch that checks every layout rule, and what is asked of a GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest import mock
 

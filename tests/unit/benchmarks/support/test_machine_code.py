@@ -1,7 +1,5 @@
 """The hot path of machine code, from texts as nvdisasm prints them."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.support.machine_code import blocks_of, hot_path

@@ -1,7 +1,5 @@
 """The table of model fields: it names every field there is, once, and what it does not name counts as the function."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 

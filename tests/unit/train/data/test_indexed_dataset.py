@@ -1,7 +1,5 @@
 """Pairs that are counted in a table, and pairs that are sorted."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from unittest import mock

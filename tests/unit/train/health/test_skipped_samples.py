@@ -1,7 +1,5 @@
 """Samples that are left out: where the others are, and the file that says so. Runs: tests/functional/test_rewind.py."""
 
-from __future__ import annotations
-
 import json
 import random
 
