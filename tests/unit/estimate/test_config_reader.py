@@ -70,10 +70,8 @@ def test_later_options_win_and_dashes_are_underscores() -> None:
     "option, words",
     [
         ("--model.num_layer=2", "not a known key. Did you mean model.num_layers?"),
-        ("--model.num_layers=two", "model.num_layers='two' must be a whole number"),
         ("--model.pipeline_model_parallel_layout=Et*4L", "no estimate is known for it"),
         ("--model.multi_latent_attention=true", "leave num_query_groups out"),
-        ("--model.mtp_num_layers=0", "model.mtp_num_layers=0 must be"),
         ("--model.recompute_modules=[x]", None),
         ("--model.fp8_format=fp7", "model.fp8_recipe='fp7' must be one of"),
         ("--model.fp8_overrides={'*fc9': bf16}", "fc9"),
@@ -83,7 +81,6 @@ def test_later_options_win_and_dashes_are_underscores() -> None:
         ("--model.ffn_hidden_size=7", "equal part of ffn_hidden_size"),
         ("--model.pipeline_model_parallel_size=3", "cannot be split"),
         ("--model.fp4=e2m1", "model.fp4='e2m1': set one of them to null"),
-        ("--model.fp4=e3m0", "model.fp4='e3m0' must be one of 'e2m1'"),
         ("--model.fp4_param=true", "model.fp4_param=True needs FP4 training"),
         ("nothing", "is not an option"),
     ],

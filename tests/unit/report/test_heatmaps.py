@@ -46,19 +46,6 @@ def test_sites_come_in_the_models_order_and_none_is_none(tmp_path):
     assert read(tmp_path, lines[:0]) is None and read(tmp_path, [line(1, "a")]) is None
 
 
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        ({"iteration": 1, "tensor": "input"}, "site None"),
-        (line(1, "a", 3), "tensor 3"),
-        (line(1, "a", x={}), "x {}"),
-    ],
-)
-def test_a_line_of_another_kind_is_named(tmp_path, wrong, said):
-    with pytest.raises(ValueError, match=f"line 2 of .*{said}"):
-        read(tmp_path, [line(1, "a", x=1.0), wrong])
-
-
 def test_coarser_columns_keep_what_stands_out(tmp_path):
     series = [1.0, 1.0, 1.0, 9.0, 1.0, None, 1.0]
     found = read(tmp_path, [line(10 * i, "a", x=value) for i, value in enumerate(series)]).coarser()

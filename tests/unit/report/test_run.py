@@ -40,11 +40,7 @@ def test_telemetry_alone_is_a_run(tmp_path):
     [
         ("report.json", "{", "is not a report"),
         ("report.json", "[]", "no run's report"),
-        ("report.json", "{}", "has no device"),
-        ("metrics.jsonl", '{"iteration": 1, "lm_loss": 3.0}\n?\n', "line 2 of"),
-        ("telemetry.jsonl", "{}\n", "line 1 of"),
         ("validation.jsonl", '{"iteration": 1, "validation_loss": "low"}\n', "line 1 of"),
-        ("events.jsonl", '{"iteration": 1, "event": 3}\n', "line 1 of"),
         ("advice.json", "{", "is no JSON"),
     ],
 )

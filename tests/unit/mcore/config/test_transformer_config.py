@@ -78,13 +78,6 @@ def test_an_element_format_given_as_fp8_format_means_fp8(name):
     assert make(fp8=name, fp8_format=name).fp8 == name
 
 
-def test_what_only_transformer_engine_cannot_run_is_accepted():
-    ends = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2}
-    norm = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
-    config = make(fp8="hybrid", fp8_format="delayed", **ends, **norm)
-    assert (config.fp8_recipe, config.first_last_layers_bf16) == ("delayed", True)
-
-
 def test_megatrons_version_check_is_put_back_even_after_an_error():
     before = megatron_config.is_te_min_version
     with pytest.raises(ValueError, match="sequence parallelism"):

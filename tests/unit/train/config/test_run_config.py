@@ -106,13 +106,9 @@ def test_data_without_a_file_is_refused(options):
         ("--trian.train_iters=3", ["Did you mean train.train_iters"]),
         ("--nonsense=3", ["nonsense", "Sections are model, train"]),
         ("--train.train_iters=many", ["train.train_iters", "many"]),
-        ("--train.train_iters=0", ["train.train_iters=0", "at least 1"]),
         ("--model.activation_func=tanh", ["model.activation_func", "tanh", "gelu"]),
         ("--optimizer.min_lr=1", ["optimizer.min_lr=1"]),
-        ("--optimizer.lr=.inf", ["optimizer.lr=inf", "finite"]),
-        ("--optimizer.adam_beta1=1", ["optimizer.adam_beta1=1", "below 1"]),
         ("--model.vocab_size=?", ["model.vocab_size='?'", "whole number"]),
-        ("--train.seed=9223372036854775808", ["train.seed=9223372036854775808", "at most"]),
         ("--train={}", ["train is a section", "--train.KEY"]),
         ("--model.=3", ["model."]),
         ("--config=", ["--config"]),
@@ -224,12 +220,8 @@ def test_the_model_section_becomes_a_transformer_config():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--model.fp8=int8"], "fp8='int8'"),
-        (["--model.fp8=hybrid", "--model.fp8_format=mxfp9"], "Did you mean 'mxfp8'"),
-        (["--model.num_layers=0"], "model.num_layers=0"),
         (["--model.pipeline_model_parallel_layout=E*9999999999tL"], "nothing more than 1,000 times"),
         (["--model.sequence_parallel=true"], "sequence parallelism"),
-        (["--model.num_query_groups=3", "--model.tensor_model_parallel_size=2"], "num_query_groups"),
         # An assertion of Megatron-Core's that says nothing: what failed is shown.
         (["--model.transformer_impl=inference_optimized"], '`assert self.normalization == "RMSNorm"`'),
     ],
