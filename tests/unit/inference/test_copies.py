@@ -7,10 +7,9 @@ import io
 
 import pytest
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from benchmarks.support.compare import assert_same_bytes
-from megatron_fp8 import convert_to_fp8, fp8_step, register_fp8_step
+from megatron_fp8 import convert_to_fp8, fp8_step
 from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.inference.calibration import calibrate
 
@@ -62,31 +61,3 @@ def test_histories_go_with_deep_copies():
     fp8_step(model)
     assert_same_bytes(kept(X), expected, "the copy")
     assert_same_bytes(prepare_for_inference(copy.deepcopy(kept))(X), expected, "a copy that is prepared")
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
-def test_a_moving_average(recipe):
-    """torch's AveragedModel: weights are the plain model's average, and its forward is that of a model that has them."""
-    model = made(recipe)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    register_fp8_step(optimizer, model)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    by_hand = [p.detach().clone() for p in model.parameters()]
-    for _ in range(3):
-        model(X).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        average.update_parameters(model)
-        first = average.n_averaged == 1
-        by_hand = [
-            p.detach().clone() if first else torch.lerp(old, p.detach(), 0.5)
-            for old, p in zip(by_hand, model.parameters(), strict=True)
-        ]
-    for ours, hand in zip(average.parameters(), by_hand, strict=True):
-        assert_same_bytes(ours.detach(), hand, "weights")
-    other = copy.deepcopy(average.module).eval()
-    y = average.eval()(X)
-    assert_same_bytes(other(X), y, "a copy of the average")
-    assert (y - model.eval()(X)).abs().max() < 0.1
-    model.train()(X).sum().backward()
-    optimizer.step()  # its hook settles the model, and not the average
