@@ -1,13 +1,17 @@
-"""Backends: where codes are made and multiplied. A backend is a module that has, as ``emulated`` has them:
+"""Backends: modules that quantize and multiply. reference.py quantizes for a backend without kernels of its own.
 
-* ``name``: by which it is asked for.
-* ``supports(device, recipe)``: why it cannot run there, or not that recipe; None if it can.
-* ``notes(device, recipe)``: what of the recipe it does in another way than its own.
+A backend has (``emulated`` documents the arguments):
+
+* ``name``: its name in configs.
+* ``supports(device, recipe)``: why it cannot run on the device, or not this recipe; None if it can.
+* ``notes(device, recipe)``: lines for the report on what it does in another way than the recipe says.
 * ``turns_codes(rule)``: whether an input's columnwise side is a transposed view of codes in row order. If not, it is
   stored as the product reads it. A compiler needs this before the side exists.
-* ``quantize``: codes and scales of a matrix, the bits of reference.quantize.
-* ``gemm``: the product of two sides.
-* ``grouped_gemm``: ``gemm`` of many pairs in one call.
+* ``quantize(x, rule, direction, **options)``: a CastResult with the bits of ``reference.quantize``; the options are
+  CastRequest's fields.
+* ``gemm(a, b, *, out_dtype, bias, fast_accumulation)``: the product of two sides.
+* ``grouped_gemm(a, b, outs, *, add, fast_accumulation)``: ``gemm`` of many pairs; ``partial(gemm_in_turn, gemm)`` if
+  they have no kernel in common.
 
 It may also have
 
@@ -20,12 +24,11 @@ It may also have
 - ``takes_any_size``: True if no size of a matrix is padded. Otherwise inference pads tokens.
 - ``padded_products(device, recipe, n, k)``: the GEMMs of a weight [N, K] that copy codes to pad them, for a note.
 
-An explicit request that cannot be met is an error; 'auto' takes the first that can, in the order of BACKENDS. No request
-is ever replaced in silence.
+A backend that is requested by name and cannot run is an error. 'auto' takes the first of BACKENDS that can.
 
-Transformer Engine is another kind of backend: it has whole layers in place of quantize and gemm, and only the layer spec
-of a Megatron-Core model can place them. It runs where it is asked for by name and never by 'auto': its numbers are not
-this package's, so that installing it must not change a training.
+Transformer Engine is another kind of backend. It has whole layers in place of quantize and gemm, and only the layer spec
+of a Megatron-Core model can place them. It runs by name alone and never by 'auto': its numbers are not this package's,
+and installing it must not change a training.
 """
 
 from __future__ import annotations
