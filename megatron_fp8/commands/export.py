@@ -18,6 +18,8 @@ trained with.
 
 An imported model keeps its names: --like=DIR takes over the further fields of DIR's config.json (positions, special
 tokens), its generation_config.json and its tokenizer.
+
+Exit codes: 0 done; 1 failed; 2 bad input.
 """
 
 from __future__ import annotations

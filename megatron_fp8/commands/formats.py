@@ -14,6 +14,8 @@ The numbers behind FP8, computed by this package's own casts, scales and recipes
   delayed     delayed scaling on tensors whose size stays, grows or jumps: saturation and noise
 
 What the numbers mean: docs/recipes.md.
+
+Exit codes: 0 done; 1 failed; 2 bad input.
 """
 
 from __future__ import annotations

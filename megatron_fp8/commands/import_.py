@@ -11,6 +11,8 @@ channel) or DeepSeek (128x128 blocks) write it, or MXFP8 and NVFP4 as compressed
 RUN_DIR must be new. It gets config.yaml and a checkpoint of iteration 0, which any parallel layout reads, however many
 ranks made it. Quantized weights become codes times scales in float32: nothing is rounded before the optimizer's float32
 masters are made.
+
+Exit codes: 0 done; 1 failed; 2 bad input.
 """
 
 from __future__ import annotations

@@ -1,32 +1,5 @@
-"""`megatron-fp8 parity`: whether a served directory computes what its run trained."""
+"""`megatron-fp8 parity`: whether a served directory computes what its run trained.
 
-from __future__ import annotations
-
-import argparse
-import json
-import math
-import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from ..files.terminal import printable
-from ..serve import ENGINES, KV_CACHE_DTYPES
-from .cli_common import (
-    CommandParser,
-    check_output,
-    run,
-    run_command,
-    text_rows,
-    with_progress,
-    write_output,
-)
-
-if TYPE_CHECKING:
-    from ..huggingface.checkpoint_reader import Source
-    from ..serve.parity import Difference, Numbers, Parity, Part
-
-HELP = """\
 Compare a run's training with a directory as an inference engine reads it. No GPU is needed.
 
   megatron-fp8 export runs/mine out/mine-fp8 --format=fp8-channel
@@ -54,6 +27,33 @@ in one process, which needs the model, 4 bytes for each of its values, and 8 for
 
 Exit codes: 0 no difference beside accepted ones; 1 a difference; 2 bad input.
 """
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..files.terminal import printable
+from ..serve import ENGINES, KV_CACHE_DTYPES
+from .cli_common import (
+    CommandParser,
+    check_output,
+    run,
+    run_command,
+    text_rows,
+    with_progress,
+    write_output,
+)
+
+if TYPE_CHECKING:
+    from ..huggingface.checkpoint_reader import Source
+    from ..serve.parity import Difference, Numbers, Parity, Part
+
 _SHOWN = 3  # names of a kind of difference
 _MOST_LINES = 8  # of a kind
 _MAX_KL = 1e-3
@@ -61,7 +61,7 @@ _MAX_KL = 1e-3
 
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 parity`; return 0, 1 for a difference, or 2 for bad input."""
-    parser = CommandParser("parity", HELP)
+    parser = CommandParser("parity", __doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="the run's folder")
     add("directory", metavar="DIR", help="the directory that is served")

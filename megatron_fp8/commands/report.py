@@ -8,6 +8,8 @@ to paste. --advice FILE writes it as JSON.
 
 With --html one file is written in place of that, of one run or of several: curves, statistics of every
 site (of runs with --telemetry.every), the precision map, events and advice. It needs no network.
+
+Exit codes: 0 done; 1 failed; 2 bad input.
 """
 
 from __future__ import annotations

@@ -59,9 +59,9 @@ def check_fields(config: Any, before: str = "") -> None:
         if value is default or (type(value) is type(default) and value == default):
             continue
         if name in FIELD_RULES:
-            check(
-                f"{before}{name}", value, FIELD_RULES[name], f"change it, or leave it {format_value(default)}"
-            )
+            # Left out, fp8_recipe is DEFAULT_RECIPE, which is not Megatron-Core's default.
+            left = "out" if name == "fp8_recipe" else format_value(default)
+            check(f"{before}{name}", value, FIELD_RULES[name], f"change it, or leave it {left}")
         if name in REFUSED:
             raise ValueError(
                 f"{before}{name}={format_value(value)} is not available in this version: {REFUSED[name]}. Leave it"

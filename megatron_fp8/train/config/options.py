@@ -68,7 +68,7 @@ def read_options(
                 f"{where}{key}={format_value(value)} must be {words}: change it, or leave it out."
             ) from error
 
-    options = list(_pairs(_data_as_paths(arguments)))
+    options = list(_format_as_meant(_pairs(_data_as_paths(arguments))))
     files = [find_config(value) for name, value in options if name == "config"]
     contents = [] if base is None else [("its config", _checked(base, "its config", sections))]
     for where, content in [*contents, *((file, read_config(file, sections)) for file in files)]:
@@ -104,7 +104,7 @@ def text_of_options(arguments: Iterable[str], keys: Collection[str]) -> dict[str
 
     For use before ``read_options`` knows the types. Raises ValueError for words and files that it refuses.
     """
-    options = list(_pairs(_data_as_paths(arguments)))
+    options = list(_format_as_meant(_pairs(_data_as_paths(arguments))))
     found: dict[str, Any] = {}
     for file in (find_config(value) for name, value in options if name == "config"):
         found.update(by_dotted_key(read_config(file, sections_of(keys)), sections_of(keys)))
@@ -131,7 +131,23 @@ def _pairs(arguments: Iterable[str]) -> Iterable[tuple[str, str]]:
             if word is None or word.startswith("--"):
                 raise ValueError(f"--{name} has no value: write --{name}=VALUE.")
             value, word = word, next(words, None)
-        yield (f"model.{fp8_format_field(value)}" if name == "model.fp8_format" else name), value
+        yield name, value
+
+
+def _format_as_meant(options: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Rename `--model.fp8_format` to the setting that it means. Raises ValueError if an option sets that otherwise."""
+    options = list(options)
+    last = dict(options)
+    for name, value in options:
+        if name == "model.fp8_format":
+            name = f"model.{fp8_format_field(value)}"
+            other = last.get(name, value)
+            if other != value and "null" not in (value, other):
+                raise ValueError(
+                    f"--model.fp8_format={value} conflicts with --{name}={other}: both name one thing. Give --{name}"
+                    " alone."
+                )
+        yield name, value
 
 
 def _data_as_paths(arguments: Iterable[str]) -> Iterator[str]:

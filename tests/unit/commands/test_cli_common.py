@@ -73,6 +73,8 @@ def test_help_fits(command: str | None, capsys: pytest.CaptureFixture[str], monk
         assert left.code == 0
     out = capsys.readouterr().out
     assert out and [line for line in out.splitlines() if len(line) > 80] == []
+    assert not out.partition("\n\n")[2].startswith(" "), "a sentence stands before the examples"
+    assert command is None or "Exit codes" in out
 
 
 def test_what_fits_stays_and_what_does_not_goes_on():

@@ -21,6 +21,7 @@ REFUSED = [
     ({"fp8": "e5m2"}, ["'e5m2'", "'e4m3', 'hybrid'"]),
     ({**ON, "fp8_format": "mxfp9"}, ["'mxfp9'", "Did you mean 'mxfp8'"]),
     ({**ON, "fp8_recipe": "blockwize"}, ["'blockwize'", "Did you mean 'blockwise'"]),
+    ({**ON, "fp8_recipe": "current"}, ["'current'", "'tensorwise'", "or leave it out"]),
     ({**ON, "fp8_backend": "cuda"}, ["fp8_backend='cuda'", "'emulated'"]),
     ({**ON, "fp8_fallback": "silent"}, ["fp8_fallback='silent'"]),
     ({**ON, "fp8_interval": 0}, ["fp8_interval=0", "at least 1"]),

@@ -88,6 +88,22 @@ def test_fp8_format_and_what_it_means_may_not_differ_in_one_file(tmp_path: Path)
             read_it(path)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--model.fp8_format=mxfp8", "--model.fp8_recipe=delayed"],
+        ["--model.fp8=hybrid", "--model.fp8-format", "e4m3"],
+    ],
+)
+def test_fp8_format_and_what_it_means_may_not_differ_in_options(options: list[str]) -> None:
+    """The later one won in silence."""
+    for parse in (run_config.parse, estimate_settings.given_keys):
+        with pytest.raises(
+            ValueError, match=r"model\.fp8_format=(mxfp8|e4m3) conflicts with --model.fp8(_recipe=d|=h)"
+        ):
+            parse(options)
+
+
 @pytest.mark.parametrize("option", ["--fp8-format=hybrid", "--model.fp8_fromat=mxfp8"])
 def test_the_hint_for_megatrons_flag_names_both_settings(option: str) -> None:
     hint = re.escape("Did you mean model.fp8 (hybrid, e4m3) or model.fp8_recipe (tensorwise, mxfp8, ...)?")
