@@ -80,7 +80,7 @@ def products_of(recipe: Recipe | Products) -> Products:
         return recipe
     rules = {gemm: tuple(recipe.role_rules[role] for role in roles) for gemm, roles in GEMM_OPERANDS.items()}
     if not is_transformed(rules["wgrad"]):
-        rules = {gemm: tuple(map(untransformed, pair)) for gemm, pair in rules.items()}
+        rules = {gemm: tuple(map(without_transform, pair)) for gemm, pair in rules.items()}
     return {gemm: (first, second) for gemm, (first, second) in rules.items()}
 
 
@@ -89,7 +89,7 @@ def is_transformed(wgrad: Iterable[Rule | None]) -> bool:
     return all(rule is not None and rule.hadamard for rule in wgrad)
 
 
-def untransformed(rule: Rule | None) -> Rule | None:
+def without_transform(rule: Rule | None) -> Rule | None:
     """Returns the rule without the Hadamard transform."""
     return replace(rule, hadamard=False) if rule is not None and rule.hadamard else rule
 

@@ -124,7 +124,7 @@ class QuantizedSide:
         made = replace(self, scale_inv=scale_inv, tiled=False)
         if self.tensor_amax is None:
             return made
-        whole = nvfp4.padded(cols)  # a product's codes may reach further
+        whole = nvfp4.padded_cols(cols)  # a product's codes may reach further
         codes = self.codes[:, : whole // E2M1.codes_per_byte].contiguous()
         return replace(made, codes=codes, padding=whole - cols)
 

@@ -23,7 +23,7 @@ def quantize_each(requests: Sequence[CastRequest]) -> list[CastResult]:
     inputs = [_cast_input(request) for request in requests]
     made = iter(matrix_quantize.quantize([one for one in inputs if one is not None]))
     return [
-        reference.quantize(request) if one is None else _quantized(request, next(made))
+        reference.quantize(request) if one is None else _cast_result(request, next(made))
         for request, one in zip(requests, inputs, strict=True)
     ]
 
@@ -72,7 +72,7 @@ def _with_other_ranks(
     return wanted._replace(amaxes=amaxes, own=(amax, special))
 
 
-def _quantized(request: CastRequest, done: matrix_quantize.CastOutput) -> CastResult:
+def _cast_result(request: CastRequest, done: matrix_quantize.CastOutput) -> CastResult:
     """The quantized tensor made of each cut's codes and scales, both in x's orientation."""
     x, rule, direction, _, running, *_ = request
     made, amax, special = done

@@ -183,7 +183,7 @@ def _check(
     a: QuantizedSide, b: QuantizedSide, out_dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> None:
     if _is_fp4(a, b):  # in whole blocks: the Hadamard transform fills the last one
-        contracts = nvfp4.padded(a.shape[1]) == nvfp4.padded(b.shape[1])
+        contracts = nvfp4.padded_cols(a.shape[1]) == nvfp4.padded_cols(b.shape[1])
     else:
         contracts = a.codes.shape[1] == b.codes.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if not contracts or out_dtype not in _RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):

@@ -60,7 +60,7 @@ def quantize(request: CastRequest) -> CastResult:
     elif direction != "rowwise":
         draws = None
         if region is not None:
-            draws = _bytes(region, nvfp4.padded(len(x)), x.shape[1], x.device, columnwise=True).t()
+            draws = _bytes(region, nvfp4.padded_cols(len(x)), x.shape[1], x.device, columnwise=True).t()
         side = _side(turned, of_turned, amaxes[1], rule, draws)
         columnwise = replace(side, padding=side.codes.shape[1] * 2 - len(x), hadamard=hadamard)
     if running is not None:
@@ -93,7 +93,7 @@ def _in_c(request: CastRequest) -> CastResult:
             rule.granularity,
             False,
             True,
-            padding=nvfp4.padded(cols) - cols,
+            padding=nvfp4.padded_cols(cols) - cols,
             tensor_amax=amax,
             hadamard=hadamard,
         )
@@ -133,7 +133,7 @@ def _side(
     amax = torch.where(amax.isinf(), nvfp4.LARGEST, amax)
     scales = nvfp4.block_scales(block_amax, amax)
     factors = nvfp4.encoding_factors(scales, amax)
-    codes = torch.empty((rows, nvfp4.padded(cols) // 2), dtype=torch.uint8, device=x.device)
+    codes = torch.empty((rows, nvfp4.padded_cols(cols) // 2), dtype=torch.uint8, device=x.device)
     for part in chunks(-(-rows // height), x.numel(), x.device):
         lines = slice(part.start * height, part.stop * height)
         scaled = x[lines].to(torch.float32)
@@ -141,7 +141,7 @@ def _side(
         of_codes = nvfp4.encode(scaled, None if draws is None else draws[lines, :cols])
         codes[lines] = nvfp4.pack(nvfp4.pad(of_codes)).view(torch.uint8)
     packed = codes.view(rule.fmt.dtype)
-    padding = nvfp4.padded(cols) - cols
+    padding = nvfp4.padded_cols(cols) - cols
     return QuantizedSide(packed, scales, rule.granularity, False, True, padding=padding, tensor_amax=amax)
 
 

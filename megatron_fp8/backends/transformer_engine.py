@@ -275,7 +275,7 @@ def quantizer_differences(linear: Any, recipe: Recipe) -> list[str]:
     for role in ROLES:
         key, index = _PLACES[role]
         quantizer = linear.quantizers[key][index]
-        for what, (wanted, has) in _compared(recipe, role, quantizer).items():
+        for what, (wanted, has) in _compare(recipe, role, quantizer).items():
             if has != wanted:
                 found.append(f"{role}: {what} is {has!r}, asked for was {wanted!r}")
     if isinstance(recipe, DelayedScaling):
@@ -288,7 +288,7 @@ def quantizer_differences(linear: Any, recipe: Recipe) -> list[str]:
     return found
 
 
-def _compared(recipe: Recipe, role: str, quantizer: Any) -> dict[str, tuple[Any, Any]]:
+def _compare(recipe: Recipe, role: str, quantizer: Any) -> dict[str, tuple[Any, Any]]:
     """Setting -> (the recipe's value, the quantizer's value)."""
     rule = recipe.rule(role)
     assert rule is not None, "a recipe that maps quantizes every role"

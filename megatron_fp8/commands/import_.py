@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, if DIR has none")
     try:
         return run_command(parser, arguments, _prepare)
-    except _Ended:
+    except _Terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)  # the sender expects an end by this signal
         raise
@@ -78,12 +78,12 @@ def _sharing(launch: Any, source: Path, options: argparse.Namespace) -> Any:
     return Sharing(dist.PrefixStore("import", store))
 
 
-class _Ended(BaseException):
+class _Terminated(BaseException):
     """SIGTERM from a launcher: an exception, so that incomplete output is removed."""
 
 
 def _end(*_: object) -> None:
-    raise _Ended
+    raise _Terminated
 
 
 def _import(source: Path, run_dir: Path, tokenizer: Path | None, sharing: Any) -> None:

@@ -115,18 +115,18 @@ def loss_lines(record: RunRecord) -> list[str]:
     if steps:
         skipped = sum(int(step.get("skipped", 0)) for step in steps)
         lines.append(
-            f"training    {len(steps)} iterations, loss {_rounded(steps[0]['lm_loss'])} ->"
-            f" {_rounded(steps[-1]['lm_loss'])}, {skipped} steps skipped"
+            f"training    {len(steps)} iterations, loss {_loss_text(steps[0]['lm_loss'])} ->"
+            f" {_loss_text(steps[-1]['lm_loss'])}, {skipped} steps skipped"
         )
     validations = [line.content for line in record.validation()]
     if validations:
         last = validations[-1]
         lines.append(
-            f"validation  loss {_rounded(last['validation_loss'])} after iteration {last['iteration']}"
+            f"validation  loss {_loss_text(last['validation_loss'])} after iteration {last['iteration']}"
         )
     return lines
 
 
-def _rounded(loss: Any) -> str:
+def _loss_text(loss: Any) -> str:
     """The loss as training prints it; None, a loss that was not finite, unchanged."""
     return f"{loss:.4f}" if isinstance(loss, (int, float)) else str(loss)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..plan.settings import import_factory
 from ..plan.timing import table
-from .adapters import Adapter, installed, version
+from .adapters import Adapter, installed_adapters, version
 from .golden import GOLDEN, Case, differences, load
 
 DESCRIPTION = """Hold libraries against golden codes and scales of FP8, MXFP8 and NVFP4, to the bit.
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    libraries: dict[str, Adapter] = own or installed()
+    libraries: dict[str, Adapter] = own or installed_adapters()
     results = {name: [_result(adapter, case) for case in cases] for name, adapter in libraries.items()}
     heads = [name if own else f"{name} {version(name)}".strip() for name in libraries]
     words = [[_word(found) for found in column] for column in results.values()]

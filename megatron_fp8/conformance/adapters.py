@@ -179,7 +179,7 @@ LIBRARIES: dict[str, Adapter] = {
 """Adapters by the name under which their package is imported."""
 
 
-def installed() -> dict[str, Adapter]:
+def installed_adapters() -> dict[str, Adapter]:
     """The adapters whose packages are installed; Transformer Engine's where there is a GPU."""
     here = {name: adapter for name, adapter in LIBRARIES.items() if find_spec(name) is not None}
     if not torch.cuda.is_available():

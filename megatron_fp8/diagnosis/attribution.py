@@ -121,7 +121,7 @@ def attribute(experiments: Experiments, limits: Limits) -> Attribution:
     experiments.expect(3 + 2 * len(plans) + 12)
     all_parts = [Part(name) for name in plans]
     bf16 = experiments.measure(variants.bf16)
-    judge = _Judge(experiments, limits, bf16)
+    judge = _PartTest(experiments, limits, bf16)
     found = Attribution(
         experiments.measure(variants.planned),
         experiments.measure(variants.at_best("all", all_parts)),
@@ -146,7 +146,7 @@ def attribute(experiments: Experiments, limits: Limits) -> Attribution:
             break
         experiments.expect(2 * len(pieces))
         parts[finding.site] = [judge.finding(part) for part in pieces]
-    found.findings = _ordered(sites, parts, plans)
+    found.findings = _sort(sites, parts, plans)
     return found
 
 
@@ -154,7 +154,7 @@ _RESERVE = 20
 """Variants reserved for parts of the worst site and for the search of overrides."""
 
 
-class _Judge:
+class _PartTest:
     """Measures parts and decides whether they stand out."""
 
     def __init__(self, experiments: Experiments, limits: Limits, bf16: VariantMeasurement):
@@ -232,7 +232,7 @@ def beyond_rounding(distances: BatchValues, rounded: BatchValues, ratio: float) 
     return beyond.mean > beyond.spread or all(d > 2 * ratio * r for d, r in pairs)
 
 
-def _screen(experiments: Experiments, judge: _Judge, found: Attribution) -> list[str]:
+def _screen(experiments: Experiments, judge: _PartTest, found: Attribution) -> list[str]:
     """The sites to measure, in order. If the budget is too small for all, those of the worst layer groups come
     first."""
     plans = experiments.runner.plans
@@ -271,20 +271,20 @@ def _rank(finding: Finding) -> tuple[bool, float, float]:
     return not finding.stands_out, -finding.excess, -finding.distance
 
 
-def _ordered(
+def _sort(
     sites: list[Finding], parts: Mapping[str, list[Finding]], plans: Mapping[str, SitePlan]
 ) -> list[Finding]:
     """Worst first. If one part explains a site that stands out, the part precedes the site."""
     found = sorted([*sites, *(part for pieces in parts.values() for part in pieces)], key=_rank)
     for site in sites:
-        part = explaining(site, parts.get(site.site, []), plans[site.site]) if site.stands_out else None
+        part = find_cause(site, parts.get(site.site, []), plans[site.site]) if site.stands_out else None
         if part is not None:
             found.remove(part)
             found.insert(found.index(site), replace(part, stands_out=True, why=part.why or site.why))
     return found
 
 
-def explaining(site: Finding, parts: list[Finding], plan: SitePlan) -> Finding | None:
+def find_cause(site: Finding, parts: list[Finding], plan: SitePlan) -> Finding | None:
     """The part that accounts for the site's cost: among parts of about the same cost the one with the fewest operands,
     GEMMs before operands. None if several parts share the cost."""
     if not parts:

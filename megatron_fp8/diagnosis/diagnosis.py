@@ -11,7 +11,7 @@ import torch
 from ..files.strict_json import nonfinite_as_text
 from .attribution import Attribution, Finding, Limits, attribute
 from .measurements import Experiments, Progress, VariantMeasurement
-from .model_runner import ModelRunner, ModuleRunner, restored_after
+from .model_runner import ModelRunner, ModuleRunner, restore_after
 from .output import bad_in_high_precision, excess_distance, verdict
 from .override_search import Remedy, find_remedy
 
@@ -107,7 +107,7 @@ def diagnose(
     """
     check_request(len(batches), share, budget)
     runner = ModuleRunner(model, loss_of, batches, optimizer)
-    with restored_after(runner.model, runner.sites):
+    with restore_after(runner.model, runner.sites):
         return diagnose_runner(runner, share, budget, good_loss, limits or Limits(), progress)
 
 

@@ -236,7 +236,7 @@ def _check_unchanged(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[N
 
 
 @contextmanager
-def restored_after(model: Any, sites: Mapping[str, GemmSite]) -> Iterator[None]:
+def restore_after(model: Any, sites: Mapping[str, GemmSite]) -> Iterator[None]:
     """Context: puts the model into training mode and restores it afterwards, bit for bit, with the random
     state.
 

@@ -173,7 +173,11 @@ def replay(
     Raises ValueError on every rank if there is no checkpoint, if it is damaged or of another model, or if an option is
     wrong.
     """
-    folder = find_checkpoint(Path(checkpoint)) if iteration is None else before(Path(checkpoint), iteration)
+    folder = (
+        find_checkpoint(Path(checkpoint))
+        if iteration is None
+        else newest_checkpoint_before(Path(checkpoint), iteration)
+    )
     manifest = read_manifest(folder)
     if "consumed_samples" not in manifest.state:
         raise ValueError(
@@ -235,7 +239,7 @@ def replay(
     return Replay(runner, run, folder, manifest.iteration, first, lines, recorded)
 
 
-def before(path: Path, iteration: int) -> Path:
+def newest_checkpoint_before(path: Path, iteration: int) -> Path:
     """The newest checkpoint before an iteration, in a run or a folder of checkpoints. Raises ValueError."""
     if iteration < 1:
         raise ValueError(f"--iteration {iteration} must be at least 1")

@@ -149,10 +149,10 @@ def saved_rule(settings: Settings, site: str, tokens: int) -> Rule | None:
     if plan.precision == "bf16" or cast is None:
         return None
     gathers = settings.model.sequence_parallel and gathers_input(site)
-    return cast.rule if not gathers or aligned(cast.rule, tokens) else None
+    return cast.rule if not gathers or is_aligned(cast.rule, tokens) else None
 
 
-def aligned(rule: Rule, tokens: int) -> bool:
+def is_aligned(rule: Rule, tokens: int) -> bool:
     """Whether a shard of ``tokens`` tokens contains whole blocks, so that its codes can be gathered."""
     granularity = rule.granularity
     block = max(granularity.rows, granularity.cols)

@@ -159,7 +159,7 @@ def _build(name: str, content: Mapping[str, Any], where: str, *, links: bool = T
             raise ValueError(f"{where}: {key} is not a known key.{_did_you_mean(key, _KEYS)}")
     absent = ("tflops.fp4", *(() if links else _LINKS))
     number = {
-        key: 0 if values.get(key) is None and key in absent else _checked(key, values, where)
+        key: 0 if values.get(key) is None and key in absent else _check_value(key, values, where)
         for key in _BOUNDS
     }
     generation = content.get("generation")
@@ -181,7 +181,7 @@ def _build(name: str, content: Mapping[str, Any], where: str, *, links: bool = T
     )
 
 
-def _checked(key: str, values: Mapping[str, Any], where: str) -> float:
+def _check_value(key: str, values: Mapping[str, Any], where: str) -> float:
     """The value as a number within its limits. YAML reads 1e3 as text."""
     low, high, unit = _BOUNDS[key]
     given = values.get(key)

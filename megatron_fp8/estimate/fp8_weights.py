@@ -73,7 +73,7 @@ def is_fp8_parameter(settings: Settings, plan: SitePlan) -> bool:
 
 def side_codes(rule: Rule, rows: int, cols: int) -> int:
     """Bytes of the codes for one direction of a matrix [rows, cols]: NVFP4 has two a byte, in whole blocks."""
-    return rows * (nvfp4.padded(cols) // 2 if rule.fmt is E2M1 else cols)
+    return rows * (nvfp4.padded_cols(cols) // 2 if rule.fmt is E2M1 else cols)
 
 
 def side_bytes(rule: Rule, rows: int, cols: int) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..numerics.formats import E2M1
 from ..numerics.rule import Rule
-from .activations import aligned
+from .activations import is_aligned
 from .config_reader import Settings
 from .fp8_weights import side_codes, side_scales, two_rules
 from .model import Model
@@ -56,8 +56,8 @@ def column(settings: Settings, site: str, width: int) -> Iterator[Traffic]:
         return
     again = 1 + runs_again(settings.model, site)
     rowwise, columnwise = _aligned_rules(settings, site, "input", "fprop")
-    yield _gathered(settings, "activations, forward", rowwise, width) * again
-    yield _gathered(settings, "activations, backward", columnwise, width, by_column=True)
+    yield _gather_traffic(settings, "activations, forward", rowwise, width) * again
+    yield _gather_traffic(settings, "activations, backward", columnwise, width, by_column=True)
     for entry in _shared_amaxes(settings, rowwise, columnwise, width, "forward"):
         yield entry * again
     yield _whole(settings, what, "reduce-scatter", width)
@@ -73,11 +73,11 @@ def row(settings: Settings, site: str) -> Iterator[Traffic]:
     what = "gradients of activations, backward"
     rowwise, columnwise = _aligned_rules(settings, site, "grad_output", "dgrad")
     if rowwise is None or columnwise is None:
-        yield _gathered(settings, what, None, hidden)
+        yield _gather_traffic(settings, what, None, hidden)
     if rowwise is not None:
-        yield _gathered(settings, what, rowwise, hidden)
+        yield _gather_traffic(settings, what, rowwise, hidden)
     if columnwise is not None and not (rowwise == columnwise and columnwise.granularity.symmetric):
-        yield _gathered(settings, what, columnwise, hidden, by_column=True)
+        yield _gather_traffic(settings, what, columnwise, hidden, by_column=True)
     yield from _shared_amaxes(settings, rowwise, columnwise, hidden, "backward")
 
 
@@ -96,7 +96,7 @@ def _aligned_rules(settings: Settings, site: str, role: str, gemm: str) -> list[
     """An operand's rules for ``gemm`` and for wgrad; None where values are gathered, not codes."""
     shard = settings.local_tokens
     rules = two_rules(settings.plan(site), role, gemm, "wgrad")
-    return [rule if rule is not None and aligned(rule, shard) else None for rule in rules]
+    return [rule if rule is not None and is_aligned(rule, shard) else None for rule in rules]
 
 
 def _whole(settings: Settings, what: str, call: Call, width: int) -> Traffic:
@@ -105,7 +105,7 @@ def _whole(settings: Settings, what: str, call: Call, width: int) -> Traffic:
     return Traffic(what, call, "tensor", model.tensor_model_parallel_size, size)
 
 
-def _gathered(
+def _gather_traffic(
     settings: Settings, what: str, rule: Rule | None, width: int, *, by_column: bool = False
 ) -> Traffic:
     """The all-gather of [tokens, width]: codes with their scales, or values without a rule."""

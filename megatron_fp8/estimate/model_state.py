@@ -105,7 +105,9 @@ def stage_state(settings: Settings, chunks: Iterable[Chunk]) -> StateBytes:
             owned = _sum_by_rank(owned, _optimizer(settings, buffer))
         if chunk.last:
             rows = settings.model.padded_vocabulary // settings.model.tensor_model_parallel_size
-            found += StateBytes(kept_codes=_kept_codes(settings, OUTPUT, (rows, settings.model.hidden_size)))
+            found += StateBytes(
+                kept_codes=_cached_code_bytes(settings, OUTPUT, (rows, settings.model.hidden_size))
+            )
     masters, moments = max(owned, key=sum) if owned else (0, 0)
     return replace(found, masters=masters, moments=moments)
 
@@ -134,11 +136,11 @@ def _buffer(settings: Settings, buffer: Buffer) -> StateBytes:
         if distributed and shared:
             # Megatron-Core gathers these through an extra buffer (parameters are not views of param_data).
             weights = size * (values + buffer.size)
-        codes = sum(_kept_codes(settings, p.site, p.shape) for p in parameters if p.site)
+        codes = sum(_cached_code_bytes(settings, p.site, p.shape) for p in parameters if p.site)
     return StateBytes(weights, codes, 4 * buffer.size)
 
 
-def _kept_codes(settings: Settings, site: str, shape: tuple[int, ...]) -> int:
+def _cached_code_bytes(settings: Settings, site: str, shape: tuple[int, ...]) -> int:
     """Bytes of the cached codes of a BF16 weight [n, k]: quantized once an iteration, reused for all its
     microbatches. The output projection's weight stays BF16, tied or not."""
     plan, model = settings.plan(site), settings.model

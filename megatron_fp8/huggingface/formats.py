@@ -151,7 +151,7 @@ def encode(
         side = quantize(torch.cat([weights[name] for name in group]), recipe, "weight").rowwise
         assert side is not None
         rows = [len(weights[name]) for name in group]
-        parts = {last: _divide(tensor, rows) for last, tensor in _stored(side, chosen).items()}
+        parts = {last: _divide(tensor, rows) for last, tensor in _stored_tensors(side, chosen).items()}
         for index, name in enumerate(group):
             found |= {sibling(name, last): tensors[index] for last, tensors in parts.items()}
     return found
@@ -173,7 +173,7 @@ def _check(name: str, weight: torch.Tensor, chosen: WeightFormat, recipe: Recipe
         )
 
 
-def _stored(side: QuantizedSide, chosen: WeightFormat) -> dict[str, torch.Tensor]:
+def _stored_tensors(side: QuantizedSide, chosen: WeightFormat) -> dict[str, torch.Tensor]:
     """Last part of the name -> tensor, for a whole GEMM."""
     codes, scale = side.codes, side.scale_inv
     if side.tensor_amax is not None:

@@ -132,19 +132,19 @@ class _Enter:
     def __call__(self, model: torch.nn.Module, args: Any) -> None:
         mode = BatchInvariantMode()
         mode.__enter__()
-        _entered().append(mode)
+        _active_modes().append(mode)
 
 
 class _Leave:
     @torch.compiler.disable
     def __call__(self, model: torch.nn.Module, args: Any, output: Any) -> None:
-        _entered().pop().__exit__(None, None, None)
+        _active_modes().pop().__exit__(None, None, None)
 
 
 _threads = threading.local()
 
 
-def _entered() -> list[BatchInvariantMode]:
+def _active_modes() -> list[BatchInvariantMode]:
     """The modes that forwards of this thread are in."""
     if not hasattr(_threads, "modes"):
         _threads.modes = []

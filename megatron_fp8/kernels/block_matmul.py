@@ -56,7 +56,7 @@ def has_tma() -> bool:
     return COMPILED.value and driver.active.get_current_target().arch in TMA_ARCHITECTURES
 
 
-def _described(codes: torch.Tensor, rows: int) -> TensorDescriptor:
+def _tensor_descriptor(codes: torch.Tensor, rows: int) -> TensorDescriptor:
     """Tiles [rows, BLOCK] of codes [R, K]. Of bytes they would pass through registers to the tensor cores."""
     codes = codes if COMPILED.value else codes.view(torch.uint8)
     return TensorDescriptor.from_tensor(codes, [rows, BLOCK])
@@ -105,7 +105,8 @@ def block_matmul(
     cols = columns(a_height, b_height)
     tma = has_tma() and k > 0 == k % 16 and a.data_ptr() % 16 == b.data_ptr() % 16 == 0
     codes_a, codes_b = (
-        _described(codes, rows) if tma else codes.view(torch.uint8) for codes, rows in ((a, ROWS), (b, cols))
+        _tensor_descriptor(codes, rows) if tma else codes.view(torch.uint8)
+        for codes, rows in ((a, ROWS), (b, cols))
     )
 
     def launch(stages: int) -> None:
@@ -323,7 +324,7 @@ def _grouped_block_matmul(
     m, n, k = (
         tl.load(line + 9).to(tl.int32), tl.load(line + 10).to(tl.int32), tl.load(line + 11).to(tl.int32)
     )  # fmt: skip
-    if TMA and COMPILED:  # as ``_described``
+    if TMA and COMPILED:  # as ``_tensor_descriptor``
         a = tl.load(line).to(tl.pointer_type(tl.float8e4nv if A_E4M3 else tl.float8e5))
         b = tl.load(line + 4).to(tl.pointer_type(tl.float8e4nv if B_E4M3 else tl.float8e5))
     else:

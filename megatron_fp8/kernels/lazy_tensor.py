@@ -88,7 +88,7 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, source: Any, shape: Sequence[int]) -> LazyTensor:
-        return _named(_Cell(source), shape, source.dtype, source.device)
+        return _make_lazy(_Cell(source), shape, source.dtype, source.device)
 
     @property
     def source(self) -> Any | None:
@@ -116,12 +116,12 @@ class LazyTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in (aten.detach.default, aten.alias.default):
-            return _named(args[0]._cell, args[0].shape, args[0].dtype, args[0].device)
+            return _make_lazy(args[0]._cell, args[0].shape, args[0].dtype, args[0].device)
         if func is aten.view.default:
             x, size = args
             shape = torch.empty(x.shape, device="meta", dtype=torch.float32).view(size).shape
             if x.ndim and len(shape) and shape[-1] == x.shape[-1]:
-                return _named(x._cell, shape, x.dtype, x.device)
+                return _make_lazy(x._cell, shape, x.dtype, x.device)
         if func is aten.split_with_sizes.default and args[0].ndim == 2 and not any(args[2:]):  # by rows
             return _split(args[0], args[1])
         return func(*tree_map(materialize, args), **tree_map(materialize, kwargs or {}))
@@ -133,10 +133,12 @@ def _split(x: LazyTensor, counts: Sequence[int]) -> list[LazyTensor]:
     torch.empty(x.shape, device="meta", dtype=torch.float32).split_with_sizes(counts)
     starts = accumulate(counts, initial=0)
     parts = [_Rows(x._cell, start, rows) for start, rows in zip(starts, counts, strict=False)]
-    return [_named(part, (part.rows, x.shape[1]), x.dtype, x.device) for part in parts]
+    return [_make_lazy(part, (part.rows, x.shape[1]), x.dtype, x.device) for part in parts]
 
 
-def _named(cell: _Cell | _Rows, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> LazyTensor:
+def _make_lazy(
+    cell: _Cell | _Rows, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> LazyTensor:
     made: LazyTensor = torch.Tensor._make_wrapper_subclass(
         LazyTensor, tuple(shape), dtype=dtype, device=device
     )

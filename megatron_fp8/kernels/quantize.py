@@ -112,7 +112,7 @@ def measure(
     wanted = {
         "row_amax": _as_int(row_amax),
         "col_amax": _as_int(col_amax),
-        **_recording(record),
+        **_record_arguments(record),
         "running": None if record is None else _as_int(record.running),
         "RUNNING": record is not None and record.running is not None,
         "ROWWISE": rows,
@@ -164,7 +164,7 @@ def quantize_tensor(
         **out.arguments(),
         given=scale if scale is not None else amax,
         scale_inv=scale_inv,
-        **_recording(record),
+        **_record_arguments(record),
         epsilon=epsilon,
         factor=2.0**-margin,
         E4M3=is_e4m3(fmt),
@@ -286,7 +286,7 @@ def quantize_blocks(
             col_scale=col_scale,
             col_major=col_major,
             col_minor=col_minor,
-            **_recording(record),
+            **_record_arguments(record),
             epsilon=epsilon,
             factor=2.0**-margin,
             E4M3=is_e4m3(fmt),
@@ -411,7 +411,7 @@ def _as_int(amax: torch.Tensor | None) -> torch.Tensor | None:
     return None if amax is None else amax.view(torch.int32)
 
 
-def _recording(record: Record | None) -> dict[str, object]:
+def _record_arguments(record: Record | None) -> dict[str, object]:
     return {
         "amax": None if record is None else record.amax.view(torch.int32),
         "nonfinite": None if record is None else record.nonfinite,

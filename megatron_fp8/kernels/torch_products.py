@@ -105,7 +105,7 @@ def _addmm(
     """beta * bias + alpha * (a [M, K] @ b [K, N])."""
     if bias.dtype != a.dtype or _torch_is_fast(a, b) or not _spreads(bias, (*a.shape[:1], *b.shape[1:])):
         return None
-    return _added(_sums(a, b, partial(_without_bias, kernel)), bias, beta, alpha)
+    return _add_bias(_sums(a, b, partial(_without_bias, kernel)), bias, beta, alpha)
 
 
 def _baddbmm(
@@ -116,7 +116,7 @@ def _baddbmm(
         return None
     if not _spreads(bias, (*a.shape[:2], b.shape[2])):
         return None
-    return _added(_without_bias(kernel, _wide(a), _wide(b)), bias, beta, alpha)
+    return _add_bias(_without_bias(kernel, _wide(a), _wide(b)), bias, beta, alpha)
 
 
 def _grouped_mm(
@@ -157,7 +157,7 @@ def _without_bias(kernel: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor
     return kernel(torch.zeros((), dtype=torch.float32, device="cpu"), a, b, beta=0)
 
 
-def _added(sums: Tensor | None, bias: Tensor, beta: Any, alpha: Any) -> Tensor | None:
+def _add_bias(sums: Tensor | None, bias: Tensor, beta: Any, alpha: Any) -> Tensor | None:
     """beta * bias + alpha * sums, rounded once; a beta of 0 leaves the bias unread."""
     if sums is None or isinstance(beta, complex) or isinstance(alpha, complex):
         return None

@@ -109,7 +109,7 @@ def _casts_of(
     return whole, jobs
 
 
-def _derived(role: str, tokens: QuantizedSide, site: GemmSite, call: Call) -> list[tuple[str, CastJob]]:
+def _derived_casts(role: str, tokens: QuantizedSide, site: GemmSite, call: Call) -> list[tuple[str, CastJob]]:
     """The cast of wgrad's operand from codes of tokens [M, features] that were dispatched to an expert."""
     assert call.tp.kind == "none", "tokens are dispatched to experts, which gather none"
     assert site.casts[role].columnwise is not None, (
@@ -162,7 +162,7 @@ def quantize_forward(
         if len(parts) == 1 or len(part):
             if isinstance(part, QuantizedTokens):
                 operands[e] = side = part.side
-                of_part = _derived("input", side, site, call) if needs_wgrad[e] else []
+                of_part = _derived_casts("input", side, site, call) if needs_wgrad[e] else []
             else:
                 keeps = needs_wgrad[e] and keeps_codes(len(part), site, call)
                 operands[e], of_part = _casts_of("input", part, site, call, True, keeps)
@@ -259,7 +259,7 @@ def quantize_backward(
         if isinstance(dy, QuantizedTokens):
             side = dy.side
             rowwise[e] = side if needs_dgrad else None
-            of_dy = _derived("grad_output", side, site, call) if needs_wgrad[e] else []
+            of_dy = _derived_casts("grad_output", side, site, call) if needs_wgrad[e] else []
         else:
             whole, of_dy = _casts_of("grad_output", dy, site, call, needs_dgrad, needs_wgrad[e])
             rowwise[e] = whole if needs_dgrad else None

@@ -74,7 +74,7 @@ def restore(ctx: Any, name: str) -> list[Any]:
         found = None if x is None else (x.shape, x.dtype, x.device)
         if found != wanted:
             raise ValueError(
-                f"{name}: {_described(wanted)} was saved for backward, and {_described(found)} came back: an unpack hook"
+                f"{name}: {_describe(wanted)} was saved for backward, and {_describe(found)} came back: an unpack hook"
                 " of torch.autograd.graph.saved_tensors_hooks has to give back the same shape and dtype on the same"
                 " device"
             )
@@ -94,7 +94,7 @@ def restore(ctx: Any, name: str) -> list[Any]:
     return operands
 
 
-def _described(facts: Facts) -> str:
+def _describe(facts: Facts) -> str:
     if facts is None:
         return "nothing"
     shape, dtype, device = facts

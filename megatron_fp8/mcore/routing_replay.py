@@ -31,7 +31,7 @@ def record_routing(model: Any) -> Iterator[list[torch.Tensor]]:
     Raises ValueError for a router that does not choose by Megatron-Core's top-k function.
     """
     found: list[torch.Tensor] = []
-    with _attached(model, RouterReplayAction.RECORD) as replays:
+    with _attach(model, RouterReplayAction.RECORD) as replays:
         yield found
         for replay in replays:
             choices = replay.get_recorded_indices()
@@ -46,14 +46,14 @@ def record_routing(model: Any) -> Iterator[list[torch.Tensor]]:
 @contextmanager
 def replay_routing(model: Any, choices: Sequence[torch.Tensor]) -> Iterator[None]:
     """Context of a forward without backward: tokens go to these experts, each router's int64 [tokens, topk]."""
-    with _attached(model, RouterReplayAction.REPLAY_FORWARD) as replays:
+    with _attach(model, RouterReplayAction.REPLAY_FORWARD) as replays:
         for replay, of_router in zip(replays, choices, strict=True):
             replay.set_target_indices(of_router)
         yield
 
 
 @contextmanager
-def _attached(model: Any, action: RouterReplayAction) -> Iterator[list[RouterReplay]]:
+def _attach(model: Any, action: RouterReplayAction) -> Iterator[list[RouterReplay]]:
     routers = routers_of(model)
     before = [router.router_replay for router in routers]
     replays = [RouterReplay() for _ in routers]

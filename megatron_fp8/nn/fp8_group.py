@@ -37,7 +37,7 @@ from ..state.fp8_state import FAST_ACCUMULATION, Fp8State
 from ..state.iteration import IterationCounts, trains
 from ..state.precision_schedule import PrecisionSchedule
 from .config import Fp8Config
-from .linear_usage_check import Unused
+from .linear_usage_check import UsageCheck
 from .sites import STANDALONE, LinearSites, Preparation
 from .weight_provenance import TrainedWeights
 
@@ -81,7 +81,7 @@ class Fp8Group:
         self.config = replace(config)  # a copy: sites read its overrides later, when they first run
         self.states: dict[torch.device, Fp8State] = {}
         self.iteration = 0
-        self.unused = Unused()
+        self.unused = UsageCheck()
         self.trained_weights = TrainedWeights()
         self.delays = self.frozen = False
         self._said_untrainable = False

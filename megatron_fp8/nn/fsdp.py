@@ -231,7 +231,7 @@ class GatheredAsCodes(torch.Tensor):
             out.set_scales([scale_inv], known.amax, known.nonfinite)
             return None
         codes = outputs[0][: known.outer_size[0]]
-        gathered = _Gathered.of_codes(
+        gathered = _GatheredParameter.of_codes(
             known.quantizer, param_dtype, codes, scale_inv, known.amax, known.nonfinite
         )
         return gathered, ()
@@ -289,7 +289,7 @@ def _parameter_groups(module: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-class _Gathered(Fp8Parameter):
+class _GatheredParameter(Fp8Parameter):
     """The weight that FSDP puts into the module while it is gathered."""
 
     is_gathered = True

@@ -24,7 +24,7 @@ LOOK_AFTER = 3
 _NOT_IN_FP8 = "not in FP8"
 
 
-class Unused:
+class UsageCheck:
     """The linears of a group that did not run in FP8 in its first iterations."""
 
     def __init__(self) -> None:

@@ -317,10 +317,10 @@ def _candidate(row: Row, module: nn.Module, parameters: list[nn.Parameter], padd
     """A candidate from a report row; ``parameters`` are the module's own."""
     own = [p for p in parameters if not is_lazy(p)]
     values, lazy = {id(p): p.numel() for p in own}, len(own) < len(parameters)
-    return Candidate(row, row.name, module, values, _multiplied(module, own), lazy, padded=padded)
+    return Candidate(row, row.name, module, values, _values_per_token(module, own), lazy, padded=padded)
 
 
-def _multiplied(module: nn.Module, own: list[nn.Parameter]) -> int:
+def _values_per_token(module: nn.Module, own: list[nn.Parameter]) -> int:
     """Number of values that each token is multiplied by. For unknown modules: the values of their matrices."""
     if is_linear(module) and own:
         return math.prod(_features(module))

@@ -43,7 +43,7 @@ def fp8_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for label, histories in by_recipe.items():
             saved.update({f"{name}@{label}.{key}": tensor for key, tensor in histories.items()})
         if own or by_recipe:
-            saved[f"{name}.weight.amax"] = _amax_left(linear)
+            saved[f"{name}.weight.amax"] = _saved_amax(linear)
     return saved
 
 
@@ -112,7 +112,7 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
     yield from fp8_linears(model).items()
 
 
-def _amax_left(linear: Fp8Layer) -> torch.Tensor:
+def _saved_amax(linear: Fp8Layer) -> torch.Tensor:
     """float32 [1] on the CPU: the weight's amax if training may have left it beyond its scale, else 0; Inf if
     unknown."""
     if linear.held is None or hasattr(linear.held, "to_local") or linear.fp8_device.type == "meta":

@@ -38,7 +38,7 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def padded(cols: int) -> int:
+def padded_cols(cols: int) -> int:
     """Returns cols rounded up to whole blocks."""
     return -(-cols // BLOCK) * BLOCK
 
@@ -145,11 +145,15 @@ def _butterfly(runs: torch.Tensor) -> torch.Tensor:
 
 def pad(x: torch.Tensor) -> torch.Tensor:
     """Returns x [rows, cols] with zeros up to whole blocks of columns."""
-    missing = padded(x.shape[1]) - x.shape[1]
+    missing = padded_cols(x.shape[1]) - x.shape[1]
     if not missing:
         return x
     # torch 2.8 refuses to pad empty tensors.
-    return torch.nn.functional.pad(x, (0, missing)) if x.numel() else x.new_zeros(len(x), padded(x.shape[1]))
+    return (
+        torch.nn.functional.pad(x, (0, missing))
+        if x.numel()
+        else x.new_zeros(len(x), padded_cols(x.shape[1]))
+    )
 
 
 def random_bytes(index: torch.Tensor, key: RandomKey, *, columnwise: bool) -> torch.Tensor:

@@ -292,7 +292,7 @@ def _stored_as(quantizer: Quantizer, value: torch.Tensor) -> tuple[StoredCodes, 
 
     rows, cols = value.shape
     if quantizer.rule.fmt.codes_per_byte > 1:
-        packed = [empty(rows, nvfp4.padded(cols) // 2), empty(cols, nvfp4.padded(rows) // 2)]
+        packed = [empty(rows, nvfp4.padded_cols(cols) // 2), empty(cols, nvfp4.padded_cols(rows) // 2)]
         return StoredFp4Codes(quantizer, value.dtype, packed, value.shape), Fp4Parameter
     codes = [empty(rows, cols) for _ in granularities(quantizer.rule)]
     return StoredCodes(quantizer, value.dtype, codes), Fp8Parameter if len(codes) == 1 else TwoWayFp8Parameter

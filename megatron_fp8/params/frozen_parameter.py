@@ -140,7 +140,7 @@ def _kind(quantizer: Quantizer) -> type[StoredCodes]:
 def _empty(quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> StoredCodes:
     """Memory for the codes of a weight [N, K]."""
     rows, cols = shape
-    width = nvfp4.padded(cols) // 2 if quantizer.rule.fmt.codes_per_byte > 1 else cols
+    width = nvfp4.padded_cols(cols) // 2 if quantizer.rule.fmt.codes_per_byte > 1 else cols
     codes = torch.empty((rows, width), dtype=torch.uint8, device=device)
     return _kind(quantizer)(quantizer, dtype, [codes], shape)
 

@@ -19,7 +19,7 @@ from ..recipe import (
     Recipe,
     is_transformed,
     recipe_name,
-    untransformed,
+    without_transform,
 )
 from .overrides import Override
 
@@ -41,7 +41,7 @@ class CastSpec:
 
     def untransformed(self) -> CastSpec:
         """The same without the Hadamard transform."""
-        rule = untransformed(self.rule)
+        rule = without_transform(self.rule)
         return self if rule is self.rule or rule is None else replace(self, rule=rule)
 
 

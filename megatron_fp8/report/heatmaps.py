@@ -149,7 +149,7 @@ def _ordered(sites: Iterable[str], order: Sequence[str]) -> list[str]:
     return sorted(sites, key=key)
 
 
-def meaning(statistic: str) -> str:
+def definition(statistic: str) -> str:
     """A statistic's definition in one sentence; '' if unknown."""
     try:
         known = parse(statistic)

@@ -15,7 +15,7 @@ from ..files.atomic_io import as_value_error, replace_file
 from ..files.terminal import number_ranges
 from ..plan.settings import entry_format
 from .curves import VALIDATION, Curve
-from .heatmaps import ABSENT, BITS, NAN, NULL, Statistics, encode_array, encode_map, meaning
+from .heatmaps import ABSENT, BITS, NAN, NULL, Statistics, definition, encode_array, encode_map
 from .run import Run
 
 LARGEST = 3_000_000
@@ -113,7 +113,7 @@ def _data(runs: Sequence[Run], maps: Sequence[dict[str, Any] | None]) -> dict[st
             for run in runs
             if run.statistics
             for name in sorted({statistic for _, statistic in run.statistics.maps})
-            if (words := meaning(name))
+            if (words := definition(name))
         },
     }
 

@@ -211,7 +211,7 @@ def _equal_or_regex(ignored: list[str]) -> Matches:
     )
 
 
-def _compressed(module: str, ignored: list[str], fused: Fused) -> bool:
+def _compressed_tensors(module: str, ignored: list[str], fused: Fused) -> bool:
     matches = _equal_or_regex(ignored)
     if _last(module) == "experts":
         return _parts_agree(f"{module}.0.experts", ("gate_proj", "up_proj", "down_proj"), matches)
@@ -238,8 +238,8 @@ _RULES: dict[tuple[str, str], Callable[[str, list[str], Fused], bool]] = {
     ("fp8", "vllm"): _vllm_fp8,
     ("fp8", "sglang"): _sglang_fp8,
     ("fp8", "transformers"): _transformers_fp8,
-    ("compressed-tensors", "vllm"): _compressed,
-    ("compressed-tensors", "sglang"): _compressed,
+    ("compressed-tensors", "vllm"): _compressed_tensors,
+    ("compressed-tensors", "sglang"): _compressed_tensors,
     ("compressed-tensors", "transformers"): _compressed_in_transformers,
     ("modelopt", "vllm"): _vllm_modelopt,
 }

@@ -43,7 +43,7 @@ def first_rank_with(value: V | None, group: Any = None, *, order: int = 0) -> tu
     ranks = size(group)
     if ranks == 1:
         return None if value is None else (0, value)
-    best = _reduced([_NO_RANK if value is None else order * ranks + dist.get_rank(group)], "min", group)[0]
+    best = _reduce([_NO_RANK if value is None else order * ranks + dist.get_rank(group)], "min", group)[0]
     if best == _NO_RANK:
         return None
     return best % ranks, broadcast_value(best % ranks, value, group)
@@ -83,12 +83,12 @@ def any_on_ranks(flags: Sequence[bool], group: Any = None) -> list[bool]:
 
 def sum_over_ranks(number: int, group: Any = None) -> int:
     """Returns the sum over the ranks."""
-    return number if size(group) == 1 else _reduced([number], "sum", group)[0]
+    return number if size(group) == 1 else _reduce([number], "sum", group)[0]
 
 
 def max_over_ranks(numbers: Sequence[int], group: Any = None) -> list[int]:
     """Returns the element-wise maximum over the ranks; every rank passes equally many numbers. One all-reduce."""
-    return list(numbers) if size(group) == 1 else _reduced(list(numbers), "max", group)
+    return list(numbers) if size(group) == 1 else _reduce(list(numbers), "max", group)
 
 
 def equal_on_ranks(numbers: Sequence[int], group: Any = None) -> bool:
@@ -139,7 +139,7 @@ def own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
-def _reduced(numbers: list[int], how: str, group: Any) -> list[int]:
+def _reduce(numbers: list[int], how: str, group: Any) -> list[int]:
     reduced = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
     dist.all_reduce(reduced, op=getattr(dist.ReduceOp, how.upper()), group=group)
     return [int(number) for number in reduced.tolist()]

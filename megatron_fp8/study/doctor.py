@@ -30,7 +30,7 @@ from ..plan.timing import unused_gpu_reason
 from ..recipe import RECIPES, CustomRecipe, Recipe
 from ..state.collectives import own_device
 from ..train.report import device_name
-from .requirements import NOT_LOOKED_AT, Conflict, Need, Part, conflicts, facts, missing, parts
+from .requirements import NOT_LOOKED_AT, Conflict, Need, Part, conflicts, facts, missing_needs, parts
 from .support_matrix import GENERATIONS, OURS, RECIPE_NAMES, Cell, Generation, Trial, matrix, this_device
 
 SCHEMA = 1
@@ -100,7 +100,7 @@ def _plain(found: Iterable[Any]) -> list[dict[str, Any]]:
 
 def examine(options: list[str]) -> Examination:
     """Examines this machine, and what ``options`` (`--config=FILE` and more) need. Raises ValueError: bad options."""
-    needs = missing(options) if options else None
+    needs = missing_needs(options) if options else None
     tried, generation, found = list(trials()), this_device(), parts()
     return Examination(
         device_name(),

@@ -94,11 +94,14 @@ def parts() -> list[Part]:
             "a build of torch for CUDA",
         ),
         Part("megatron-core", megatron(), "training by `megatron-fp8 train`", HOW_TO_GET),
-        *(Part(name, installed(name, module), purpose, how) for name, module, purpose, how in _PACKAGES),
+        *(
+            Part(name, installed_version(name, module), purpose, how)
+            for name, module, purpose, how in _PACKAGES
+        ),
     ]
 
 
-def installed(package: str, module: str) -> str | None:
+def installed_version(package: str, module: str) -> str | None:
     """The installed version; None if the package is missing."""
     try:
         if util.find_spec(module) is None:
@@ -240,7 +243,7 @@ class Need:
     remedy: str
 
 
-def missing(options: list[str]) -> list[Need]:
+def missing_needs(options: list[str]) -> list[Need]:
     """Requirements of a config that this machine does not meet.
 
     Args:

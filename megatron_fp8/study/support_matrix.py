@@ -244,8 +244,10 @@ def cpu_product(generation: Generation) -> str:
 def _emulated(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
     if generation.is_cpu:
         reason = emulated.supports(torch.device("cpu"), recipe)
-        return _refused(cell, reason, None, note=cpu_product(generation), source="docs/installation.md")
-    cell = _refused(cell, emulated.supports(torch.device("cuda"), recipe), None, source="docs/backends.md")
+        return _mark_refused(cell, reason, None, note=cpu_product(generation), source="docs/installation.md")
+    cell = _mark_refused(
+        cell, emulated.supports(torch.device("cuda"), recipe), None, source="docs/backends.md"
+    )
     return replace(cell, known="not known", source=None) if generation.architecture else cell
 
 
@@ -253,14 +255,14 @@ def _native(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
     if generation.capability is None:
         architecture = generation.architecture
         why = NOT_A_GPU if architecture is None else architecture_reason(architecture)
-        return _refused(cell, why, _ANY_DEVICE, source=OURS)
+        return _mark_refused(cell, why, _ANY_DEVICE, source=OURS)
     if reason := capability_reason(generation.name.partition(",")[0], generation.capability):
-        return _refused(cell, reason, _ANY_DEVICE, source=OURS)
+        return _mark_refused(cell, reason, _ANY_DEVICE, source=OURS)
     refusal = torch_refusal(generation.capability)
     reason = missing_product(recipe, refusal)
     if reason is not None:
         remedy = f"fp8_recipe=rowwise, tensorwise or blockwise; or {_ANY_DEVICE}"
-        return _refused(cell, reason.rpartition(": ")[2], remedy, source=SOURCES["torch"])
+        return _mark_refused(cell, reason.rpartition(": ")[2], remedy, source=SOURCES["torch"])
     if gemms := kernel_gemms(recipe, refusal):
         note = f"{', '.join(gemms)} by this package's Triton kernel: torch has no such product there"
         return replace(cell, note=note, source=SOURCES["blocks"])
@@ -272,17 +274,17 @@ def _native(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
 
 def _transformer_engine(cell: Cell, recipe: Recipe, generation: Generation) -> Cell:
     if reason := transformer_engine.unsupported_part(recipe):
-        return _refused(cell, reason, "fp8_backend=native or auto", source=OURS)
+        return _mark_refused(cell, reason, "fp8_backend=native or auto", source=OURS)
     if generation.is_cpu:
         reason = transformer_engine.device_reason(torch.device("cpu"))
-        return _refused(cell, reason, _ANY_DEVICE, source=OURS)
+        return _mark_refused(cell, reason, _ANY_DEVICE, source=OURS)
     if generation.architecture is not None:
         return replace(
             cell, supported=None, known="not known", note="AMD's own Transformer Engine was not looked at"
         )
     has_fp8 = generation.capability is not None and generation.capability >= (8, 9)
     remedy = "fp8_backend=native, or another recipe" if has_fp8 else _ANY_DEVICE
-    return _refused(cell, te_refusal(generation, recipe), remedy, source=SOURCES["te"])
+    return _mark_refused(cell, te_refusal(generation, recipe), remedy, source=SOURCES["te"])
 
 
 _RULES = {
@@ -293,7 +295,7 @@ _RULES = {
 """How a backend's cells are filled without a trial."""
 
 
-def _refused(cell: Cell, reason: str | None, remedy: str | None, **facts: Any) -> Cell:
+def _mark_refused(cell: Cell, reason: str | None, remedy: str | None, **facts: Any) -> Cell:
     """The cell, marked unsupported if there is a reason."""
     if reason is None:
         return replace(cell, **facts)

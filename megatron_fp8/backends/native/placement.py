@@ -88,13 +88,13 @@ def place_scale(plan: ProductPlan, side: QuantizedSide, *, first: bool) -> torch
         return (torch.cat([flat, flat.new_ones(padding)]) if padding else flat).view(argument.shape)
     rows, k = side.codes.shape
     if not first and mode is Mode.BLOCK:  # [N blocks, K blocks] -> [ceil4(K blocks), N blocks], K contiguous
-        return _padded(scale, argument.shape[1], argument.shape[0]).t()
+        return _pad_scale(scale, argument.shape[1], argument.shape[0]).t()
     turned = not first and plan.request.by == "torch v1"
     blocks, padded_rows = argument.shape if turned else argument.shape[::-1]
     if side.granularity.rows == BLOCK:
         scale = scale.repeat_interleave(BLOCK, 0)[:rows]
     # Made as [blocks, rows] and transposed: rows contiguous.
-    scale = _padded(scale.expand(rows, -(-k // BLOCK)).t(), blocks, padded_rows)
+    scale = _pad_scale(scale.expand(rows, -(-k // BLOCK)).t(), blocks, padded_rows)
     return scale if turned else scale.t()
 
 
@@ -113,7 +113,7 @@ def row_scales(side: QuantizedSide) -> torch.Tensor:
     return scale.reshape(1, 1) if side.granularity.is_tensor else scale
 
 
-def _padded(scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+def _pad_scale(scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     """Contiguous float32 [rows, cols]: scale, padded with ones."""
     if scale.shape == (rows, cols) and scale.stride() == (cols, 1):
         return scale

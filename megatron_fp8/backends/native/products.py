@@ -35,10 +35,10 @@ def pad_to_same_length(a: QuantizedSide, b: QuantizedSide) -> tuple[QuantizedSid
     first, second = a.codes.shape[1], b.codes.shape[1]
     if first == second or a.shape[1] != b.shape[1] or a.tensor_amax is not None or b.tensor_amax is not None:
         return a, b  # NVFP4's end in whole blocks, and the plan pads them to one length
-    return _reaching(a, max(first, second)), _reaching(b, max(first, second))
+    return _pad_to_length(a, max(first, second)), _pad_to_length(b, max(first, second))
 
 
-def _reaching(side: QuantizedSide, length: int) -> QuantizedSide:
+def _pad_to_length(side: QuantizedSide, length: int) -> QuantizedSide:
     rows, now = side.codes.shape
     if now == length:
         return side
@@ -73,7 +73,7 @@ def gemm(
     a, b = pad_to_same_length(a, b)
     contracts = a.shape[1] == b.shape[1] and not a.codes.dtype == b.codes.dtype == E5M2.dtype
     if a.tensor_amax is not None and b.tensor_amax is not None:
-        contracts = nvfp4.padded(a.shape[1]) == nvfp4.padded(b.shape[1])
+        contracts = nvfp4.padded_cols(a.shape[1]) == nvfp4.padded_cols(b.shape[1])
     if not contracts or out_dtype not in RESULTS or (bias is not None and bias.shape != b.codes.shape[:1]):
         raise gemm_error(a, b, out_dtype, bias)
     (m, k), n = a.codes.shape, b.codes.shape[0]
@@ -85,12 +85,12 @@ def gemm(
     asked = (Operand.of(a), Operand.of(b), out_dtype, None if bias is None else bias.dtype, fast_accumulation)
     made = _replanned.get((refusal, asked)) or plan(*asked, refusal)
     try:
-        return _finished(made, a, b, bias, out_dtype, out)
+        return _run_plan(made, a, b, bias, out_dtype, out)
     except kernels.refusals() as error:
         if isinstance(error, _NO_REFUSALS) or (refusal, asked) in _replanned:
             raise
-        made = _replanned[refusal, asked] = _without(made.request, error, asked, refusal)
-        return _finished(made, a, b, bias, out_dtype, out)
+        made = _replanned[refusal, asked] = _plan_without(made.request, error, asked, refusal)
+        return _run_plan(made, a, b, bias, out_dtype, out)
 
 
 _NO_REFUSALS: tuple[type[Exception], ...] = (
@@ -102,7 +102,9 @@ _replanned: dict[tuple[Refusal, tuple[Any, ...]], ProductPlan] = {}
 """Plans of products that were refused at their sizes, although the kind of product was tried when the model was built."""
 
 
-def _without(refused: Request, error: Exception, asked: tuple[Any, ...], refusal: Refusal) -> ProductPlan:
+def _plan_without(
+    refused: Request, error: Exception, asked: tuple[Any, ...], refusal: Refusal
+) -> ProductPlan:
     """Plans a product by another request, and says so. RuntimeError if there is none."""
     a, b = asked[:2]
     reason = str(error).strip().partition("\n")[0]
@@ -115,7 +117,7 @@ def _without(refused: Request, error: Exception, asked: tuple[Any, ...], refusal
     return made
 
 
-def _finished(
+def _run_plan(
     made: ProductPlan,
     a: QuantizedSide,
     b: QuantizedSide,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...numerics.cast import RandomKey
-from ...numerics.nvfp4 import BLOCK, padded
+from ...numerics.nvfp4 import BLOCK, padded_cols
 from ...numerics.rule import Direction, Rule
 from . import emulation
 from .matrix_quantize import DTYPES
@@ -83,7 +83,7 @@ def takes(x: torch.Tensor) -> bool:
 
 def find_amaxes(x: torch.Tensor, rule: Rule, direction: Direction) -> Amaxes:
     """Amaxes of x [rows, cols], which C ``takes``, under an E2M1 rule."""
-    squares = padded(x.shape[0]) * padded(x.shape[1]) // BLOCK**2
+    squares = padded_cols(x.shape[0]) * padded_cols(x.shape[1]) // BLOCK**2
     symmetric = rule.granularity.symmetric
     sizes = [squares if symmetric else squares * BLOCK]
     if direction != "rowwise" and not symmetric:
@@ -113,9 +113,9 @@ def encode(
         symmetric = rule.granularity.symmetric
         if direction == ("columnwise", "rowwise")[side] and not (symmetric and side == 0):
             continue
-        blocks = -(-rows // rule.granularity.rows), padded(cols) // BLOCK
+        blocks = -(-rows // rule.granularity.rows), padded_cols(cols) // BLOCK
         made = CodesAndScales(
-            torch.empty(rows, padded(cols) // 2, dtype=torch.uint8, device="cpu"),
+            torch.empty(rows, padded_cols(cols) // 2, dtype=torch.uint8, device="cpu"),
             torch.empty(blocks, dtype=torch.float8_e4m3fn, device="cpu"),
         )
         struct.codes[side], struct.scales[side] = made.codes.data_ptr(), made.scales.data_ptr()

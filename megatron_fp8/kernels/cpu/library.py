@@ -35,11 +35,11 @@ def missing_compiler() -> str | None:
     given = os.environ.get("CC") or "cc"
     words = given.split()
     if words and shutil.which(words[0]) is None:
-        return _absent(given)
+        return _no_compiler(given)
     return None
 
 
-def _absent(given: str) -> str:
+def _no_compiler(given: str) -> str:
     return f"no C compiler: {given} is not there; install one or set CC"
 
 
@@ -50,7 +50,7 @@ def load(sources: Sequence[Path], flags: str) -> tuple[ctypes.CDLL | None, str |
         compiler = shlex.split(given)
         version = _run([*compiler, "--version"], timeout=60).stdout
     except FileNotFoundError:
-        return None, _absent(given)
+        return None, _no_compiler(given)
     except subprocess.CalledProcessError as error:
         return None, f"no C compiler: {given} --version exits with {error.returncode}"
     except (ValueError, OSError, subprocess.TimeoutExpired) as error:
@@ -85,16 +85,16 @@ def _find_or_compile(key: str, command: Sequence[str]) -> ctypes.CDLL:
     failed: OSError | None = None
     for folder in folders():
         try:
-            return ctypes.CDLL(str(_kept(folder, key) or _compile(folder, key, command)))
+            return ctypes.CDLL(str(_cached_library(folder, key) or _compile(folder, key, command)))
         except OSError as error:  # read-only, full, or mounted noexec
             failed = error
     raise OSError(f"no folder for compiled kernels: {failed}")
 
 
-def _kept(folder: Path, key: str) -> Path | None:
+def _cached_library(folder: Path, key: str) -> Path | None:
     """The complete library of this key in a folder; None if there is none."""
     for path in sorted(folder.glob(f"cpu-{key}-*.so")):
-        if path.is_file() and _foreign(path) is None and path.stem.rpartition("-")[2] == _digest(path):
+        if path.is_file() and _foreign_writer(path) is None and path.stem.rpartition("-")[2] == _digest(path):
             return path
     return None
 
@@ -168,14 +168,14 @@ def private_folder(folder: Path) -> tuple[str | None, Path]:
 def _writable_by_others(folder: Path) -> str | None:
     """Who else than this user and root could put files into a folder, or replace it; None if no one could."""
     for path in (folder, *folder.parents):
-        why = _foreign(path) if path.exists() else None
+        why = _foreign_writer(path) if path.exists() else None
         # In a sticky folder, such as the system's temporary one, users cannot rename other users' files.
         if why is not None and (path == folder or not _sticky(path)):
             return why
     return None
 
 
-def _foreign(path: Path) -> str | None:
+def _foreign_writer(path: Path) -> str | None:
     """Why users other than this one and root could have written a file or folder; None if they could not."""
     if not hasattr(os, "getuid"):  # Windows: a user's folders are the user's
         return None

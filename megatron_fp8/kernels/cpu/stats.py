@@ -62,7 +62,7 @@ def measure(x: torch.Tensor, sides: Sequence[Side] = ()) -> tuple[list[float], l
     """
     rows, cols = x.shape
     total = rows * cols
-    told = [_told(side, rows, cols) for side in sides]
+    told = [_describe_side(side, rows, cols) for side in sides]
     by_rows = any(one.scales > 1 for one in told)
     piece = max(1, _PIECE // cols) * cols if by_rows else _PIECE
     pieces = -(-total // piece)
@@ -88,7 +88,7 @@ def measure(x: torch.Tensor, sides: Sequence[Side] = ()) -> tuple[list[float], l
     ]
 
 
-def _told(side: Side, rows: int, cols: int) -> _Side:
+def _describe_side(side: Side, rows: int, cols: int) -> _Side:
     height, width = side.block[0] or rows, side.block[1] or cols
     scales = -(-rows // height) * -(-cols // width)
     return _Side(

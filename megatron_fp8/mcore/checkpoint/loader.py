@@ -36,7 +36,7 @@ from .state_dict import fit_to_checkpoint, recipes_of, warm_from_weights
 from .store import load_shards
 from .training_state import (
     MASTERS,
-    distributed,
+    distributed_optimizers,
     fit_device,
     layout_facts,
     metadata_of_keys,
@@ -198,7 +198,7 @@ def _first_on_any_rank(key: str) -> str:
 def _can_copy_masters(optimizer: Any) -> list[Any]:
     """Returns the optimizers that can copy masters to weights outside their steps."""
     aware = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
-    return [each for each in distributed(optimizer) if not getattr(each.config, aware)]
+    return [each for each in distributed_optimizers(optimizer) if not getattr(each.config, aware)]
 
 
 def _rename_masters(optimizing: Any, stored: dict[str, Any]) -> None:

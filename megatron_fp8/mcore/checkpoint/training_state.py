@@ -177,7 +177,7 @@ def _weights_from_masters(model: dict[str, Any], optimizer: Any, optimizing: Any
     ranks' shards are one step old until the next forward. With a distributed optimizer each rank stores the parts of
     weights whose masters it has.
     """
-    sharded = sharded_params(distributed(optimizer))
+    sharded = sharded_params(distributed_optimizers(optimizer))
     whole = {
         name: {key: shard for key, shard in flat.items() if id(shard.data) not in sharded}
         for name, flat in model.items()
@@ -193,10 +193,13 @@ def _weights_from_masters(model: dict[str, Any], optimizer: Any, optimizing: Any
             shard.data = masters[shard.key].detach().reshape(shard.data.shape).to(shard.data.dtype)
         elif is_float8tensor(shard.data):  # frozen
             shard.data = shard.data.dequantize()
-    return {**whole, "parts": [part for each in distributed(optimizer) for part in own_weights(each, model)]}
+    return {
+        **whole,
+        "parts": [part for each in distributed_optimizers(optimizer) for part in own_weights(each, model)],
+    }
 
 
-def distributed(optimizer: Any) -> list[Any]:
+def distributed_optimizers(optimizer: Any) -> list[Any]:
     """Returns the distributed optimizers of a chain."""
     return [each for each in parts_of(optimizer) if hasattr(each, "gbuf_ranges")]
 

@@ -58,7 +58,8 @@ def send_masters(original: Callable[[Any], None], self: Any) -> None:
                 continue
             mine = owner == rank
             values = [
-                _sent(p) if mine else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in params
+                _sent_value(p) if mine else torch.empty(p.shape, dtype=p.dtype, device=p.device)
+                for p in params
             ]
             flat = _flatten_dense_tensors(values)
             dist.broadcast(flat, dist.get_global_rank(group, owner), group=group)
@@ -67,7 +68,7 @@ def send_masters(original: Callable[[Any], None], self: Any) -> None:
                     param.data.copy_(value)
 
 
-def _sent(param: Any) -> torch.Tensor:
+def _sent_value(param: Any) -> torch.Tensor:
     value = param.master if isinstance(param, Fp8Parameter) else param
     assert value is not None, "the owner of a weight has its master"
     sent: torch.Tensor = value.detach().to(param.dtype)

@@ -125,7 +125,7 @@ def prepare(files: list[Path], tokenizer: Tokenizer, cache_dir: Path, rules: Doc
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[RunLock]:
+def _lock_cache(folder: Path) -> Iterator[RunLock]:
     """Context: lock a folder of the cache. Waits as long as another process has the lock."""
     printed: set[str] = set()
 
@@ -151,7 +151,7 @@ def _locked(folder: Path) -> Iterator[RunLock]:
 
 def _write_locked(files: list[Path], tokenizer: Tokenizer, folder: Path, rules: DocumentRules) -> None:
     """Write the pair, unless another process has written it while this one waited."""
-    with _locked(folder) as lock:
+    with _lock_cache(folder) as lock:
         if not _damage(folder):
             return
         for leftover in folder.glob(f"{_UNFINISHED}*"):  # of a killed process

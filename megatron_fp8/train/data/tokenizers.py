@@ -137,7 +137,7 @@ class JsonTokenizer:
         usual = next((end for end in ends if end is not None), None)
         self._path, self.unknown = path, _unknown(self._tokenizer)
         self._drops = self.unknown is None and _drops(self._tokenizer)
-        beside = _Beside(Path(path), self._tokenizer)
+        beside = _SpecialTokens(Path(path), self._tokenizer)
         named = [each for each in (beside.eos, usual, *beside.ends[:1]) if each is not None]
         last = named[0] if named else None
         self.eod = size if last is None else last
@@ -210,7 +210,7 @@ def _drops(tokenizer: Any) -> bool:
     return is_bpe and not falls_back and not set(ByteLevel.alphabet()) <= vocabulary
 
 
-class _Beside:
+class _SpecialTokens:
     """Start and end tokens, and the chat template, from the files beside a tokenizer.json."""
 
     def __init__(self, path: Path, tokenizer: Any) -> None:

@@ -72,7 +72,7 @@ def cast_call(draw: Draw, most: int) -> Call:
                     draws = draws.t() if side else draws
                 made = _side(values, amax, tensor[side], rule, draws)
             parts = made.codes.view(torch.uint8), made.scale_inv.view(torch.uint8)
-            assert parts[0].shape == (high, nvfp4.padded(long) // 2)
+            assert parts[0].shape == (high, nvfp4.padded_cols(long) // 2)
             for name, part in zip(("codes", "scales"), parts, strict=True):
                 expected.append(part.contiguous())
                 at = getattr(fp4.CastStruct, name).offset + side * size

@@ -21,7 +21,7 @@ from megatron_fp8.diagnosis.format_costs import (
     plan_text,
     time_of,
 )
-from megatron_fp8.diagnosis.model_runner import ModuleRunner, restored_after
+from megatron_fp8.diagnosis.model_runner import ModuleRunner, restore_after
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.plan.resolve import SiteRequest, named_recipes, resolve
 from megatron_fp8.recipe import RECIPES
@@ -48,7 +48,7 @@ def measured(model: Any, budget: float, formats: tuple[str, ...] = FORMATS) -> F
     runner = Runner(model, loss_of, batches(3))
     arenas = {id(arena): arena for site in runner.sites.values() for arena in site.state.arenas}
     slots = [len(arena.slots) for arena in arenas.values()]
-    with restored_after(runner.model, runner.sites):
+    with restore_after(runner.model, runner.sites):
         found = measure_formats(runner, formats, budget, 1000)
     assert [len(arena.slots) for arena in arenas.values()] == slots, "an experiment left slots"
     return found

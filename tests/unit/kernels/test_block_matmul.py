@@ -148,7 +148,7 @@ def test_descriptors_and_pointers_give_the_same_bytes(
     a, b = operand(m, k, fmt_a, block_a, "fp32", 1), operand(n, k, fmt_b, block_b, "fp32", 2)
     args, heights = (a.codes, a.scale_inv, b.codes, b.scale_inv), (block_a.rows, block_b.rows)
     of = dict(zip(("a_height", "b_height"), heights, strict=True))
-    described, found = count_calls(monkeypatch, "_described"), {}
+    described, found = count_calls(monkeypatch, "_tensor_descriptor"), {}
     for tma in (False, True):
         monkeypatch.setattr(block_matmul_module, "has_tma", lambda tma=tma: tma)
         grouped = torch.empty(m, n, device=DEVICE)

@@ -137,8 +137,10 @@ def test_a_folder_that_another_user_filled_is_not_used(ours, monkeypatch, name, 
         other.chmod(0o777)
         theirs.symlink_to(other)
     elif fault == "another user":
-        real = library._foreign
-        monkeypatch.setattr(library, "_foreign", lambda path: "not mine" if path == theirs else real(path))
+        real = library._foreign_writer
+        monkeypatch.setattr(
+            library, "_foreign_writer", lambda path: "not mine" if path == theirs else real(path)
+        )
     environ: dict[str, str] = {}
     with pytest.warns(UserWarning, match=f"keeps its kernels in {ours}.*set {name} for another folder"):
         SETTLED[name](environ)

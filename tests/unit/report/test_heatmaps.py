@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_fp8.files.records import read_lines
-from megatron_fp8.report.heatmaps import ABSENT, NULL, Statistics, meaning, read_statistics, values_of
+from megatron_fp8.report.heatmaps import ABSENT, NULL, Statistics, definition, read_statistics, values_of
 
 
 def read(tmp_path, lines, order=()):
@@ -57,9 +57,9 @@ def test_coarser_columns_keep_what_stands_out(tmp_path):
 
 
 def test_what_a_statistic_says():
-    assert "percent" in meaning("underflows%") and meaning("unheard_of") == ""
-    assert meaning("mxfp8_underflows%_columnwise").startswith(meaning("underflows%"))
-    assert "with mxfp8. Of the codes of the transposed" in meaning("mxfp8_underflows%_columnwise")
+    assert "percent" in definition("underflows%") and definition("unheard_of") == ""
+    assert definition("mxfp8_underflows%_columnwise").startswith(definition("underflows%"))
+    assert "with mxfp8. Of the codes of the transposed" in definition("mxfp8_underflows%_columnwise")
 
 
 def test_partial_sums_are_a_tensor_of_their_own_and_what_went_bad_is_an_event(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fp8.study import requirements
-from megatron_fp8.study.requirements import RULES, Facts, conflicts, driver, installed, megatron
+from megatron_fp8.study.requirements import RULES, Facts, conflicts, driver, installed_version, megatron
 
 GOOD = {
     "python": "3.11.7", "torch": "2.13.0+cu130", "cuda": "13.0", "driver": "580.95", "triton": "3.7.1", "numpy": "2.4.6",
@@ -75,10 +75,10 @@ def test_megatron_is_found_without_importing_it(tmp_path: Path, monkeypatch: pyt
 
 
 def test_packages():
-    assert installed("torch", "torch") is not None
-    assert installed("no-such-package", "no_such_package") is None
-    assert installed("no-such-package", "no_such_package.part") is None
-    assert installed("no-such-metadata", "json") == requirements.UNKNOWN
+    assert installed_version("torch", "torch") is not None
+    assert installed_version("no-such-package", "no_such_package") is None
+    assert installed_version("no-such-package", "no_such_package.part") is None
+    assert installed_version("no-such-metadata", "json") == requirements.UNKNOWN
     assert dict.fromkeys(part.name for part in requirements.parts()).keys() >= {
         "driver",
         "nccl",

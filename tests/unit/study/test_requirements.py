@@ -9,7 +9,7 @@ import torch
 
 from megatron_fp8.backends import transformer_engine as engine
 from megatron_fp8.study import requirements
-from megatron_fp8.study.requirements import missing
+from megatron_fp8.study.requirements import missing_needs
 
 TINY = "--config=tiny_gpt_cpu"
 
@@ -21,7 +21,7 @@ def a_cpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def named(*options: str) -> list[str]:
-    return [need.what for need in missing([TINY, *options])]
+    return [need.what for need in missing_needs([TINY, *options])]
 
 
 def test_the_tiny_config_needs_nothing_more():
@@ -32,13 +32,13 @@ def test_the_tiny_config_needs_nothing_more():
 @pytest.mark.parametrize("version", [None, "0.17.0", "installed, version unknown"])
 def test_megatron(version: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(requirements, "megatron", lambda: version)
-    (need,) = missing([TINY])
+    (need,) = missing_needs([TINY])
     assert need.what == "megatron-core 0.16" and (version or "not installed") in need.reason
     assert need.remedy.startswith("pip install megatron-core==0.16.1")
 
 
 def test_a_backend_by_name():
-    (need,) = missing([TINY, "--model.fp8_backend=native"])
+    (need,) = missing_needs([TINY, "--model.fp8_backend=native"])
     assert (
         need.what == "fp8_backend=native" and "needs an NVIDIA GPU" in need.reason and "auto" in need.remedy
     )

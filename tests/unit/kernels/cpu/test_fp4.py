@@ -203,7 +203,7 @@ def test_few_rows_have_the_bits_of_many(n: int, k: int, monkeypatch: pytest.Monk
         a = emulated.quantize(x[:rows], RULES["rows"], "rowwise").tensor.rowwise
         bias = torch.randn(n)
         for dtype in (torch.float32, torch.bfloat16):
-            assert fp4.has_few_rows(a, w, dtype) == (n * nvfp4.padded(k) >= emulation.MIN_PRODUCT)
+            assert fp4.has_few_rows(a, w, dtype) == (n * nvfp4.padded_cols(k) >= emulation.MIN_PRODUCT)
             if not fp4.has_few_rows(a, w, dtype):
                 continue
             with threads(2):

@@ -69,7 +69,7 @@ def test_what_is_no_file_under_a_librarys_name_is_not_opened(source, cache):
     """Opening a pipe would wait for a writer for ever."""
     cache.mkdir(parents=True, mode=0o700, exist_ok=True)
     os.mkfifo(cache / "cpu-0123-4567.so")
-    assert library._kept(cache, "0123") is None
+    assert library._cached_library(cache, "0123") is None
 
 
 @pytest.mark.parametrize("damage", ["cut short", "empty", "one bit"])
