@@ -33,9 +33,10 @@ class CommandParser(argparse.ArgumentParser):
 
     Args:
         module: the docstring of the command's module: all but its first paragraph is the help.
+        run_options: prefixes of options of the run's config that ``parse`` takes, such as '--model.'.
     """
 
-    def __init__(self, command: str, module: str | None):
+    def __init__(self, command: str, module: str | None, run_options: tuple[str, ...] = ()):
         super().__init__(
             prog=f"megatron-fp8 {command}",
             description=fit_help((module or "").partition("\n\n")[2]),
@@ -43,10 +44,21 @@ class CommandParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+        self._run_options = run_options
 
     def parse(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """(options, further arguments of the command)."""
-        return self.parse_args(arguments), []
+        """(options, options of the run's config such as --model.fp8_pow2_scales=true)."""
+        if not self._run_options:
+            return self.parse_args(arguments), []
+        options, rest = self.parse_known_args(arguments)
+        for argument in rest:
+            if not argument.startswith(self._run_options) or "=" not in argument:
+                known = [f"{name}NAME" if name.endswith(".") else name for name in self._run_options]
+                self.error(
+                    f"{argument} is not an option (of the run's config {'=VALUE, '.join(known)}=VALUE may be given)"
+                    f"{self.near(argument)}"
+                )
+        return options, rest
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's; the error for an unknown option names the nearest known one."""
@@ -82,23 +94,12 @@ class CheckpointParser(CommandParser):
     """The options of every command that reads a checkpoint."""
 
     def __init__(self, command: str, module: str | None):
-        super().__init__(command, module)
+        super().__init__(command, module, ("--model.", "--data.tokenizer", "--checkpoint.accept"))
         self.add_argument("checkpoint", help="a run's folder, a folder of checkpoints, or a checkpoint")
         self.add_argument("--config", metavar="FILE", help="the run's config, where the checkpoint has none")
         self.add_argument("--recipe", help="FP8 recipe, or bf16 (default: the one it was trained with)")
         formats = "element formats, hybrid or e4m3 (default: the run's)"
         self.add_argument("--fp8", type=element_formats, metavar="FORMATS", help=formats)
-
-    def parse(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """(options, options of the run's model section such as --model.fp8_pow2_scales=true)."""
-        options, rest = self.parse_known_args(arguments)
-        for argument in rest:
-            if not argument.startswith(("--model.", "--checkpoint.accept")) or "=" not in argument:
-                self.error(
-                    f"{argument} is not an option (of the run's config --model.NAME=VALUE and --checkpoint.accept=NAME"
-                    f" may be given){self.near(argument)}"
-                )
-        return options, rest
 
 
 def warn_in_lines() -> None:

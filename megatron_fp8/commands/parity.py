@@ -61,7 +61,7 @@ _MAX_KL = 1e-3
 
 def main(arguments: list[str]) -> int:
     """Run `megatron-fp8 parity`; return 0, 1 for a difference, or 2 for bad input."""
-    parser = CommandParser("parity", __doc__)
+    parser = CommandParser("parity", __doc__, ("--data.tokenizer",))
     add = parser.add_argument
     add("run", metavar="RUN", help="the run's folder")
     add("directory", metavar="DIR", help="the directory that is served")
@@ -104,7 +104,7 @@ def _static(options: argparse.Namespace) -> tuple[Parity, Source]:
     return found, source
 
 
-def _prepare_numbers(options: argparse.Namespace, _: list[str], launch: Any) -> Callable[[], int]:
+def _prepare_numbers(options: argparse.Namespace, run_options: list[str], launch: Any) -> Callable[[], int]:
     if launch.world_size > 1:
         raise ValueError(f"parity computes in one process, and {launch.world_size} were started: start one")
     tokens = 2048 if options.tokens is None else options.tokens
@@ -123,7 +123,7 @@ def _prepare_numbers(options: argparse.Namespace, _: list[str], launch: Any) -> 
     from ..serve.log_probs import check_size
     from ..train.resume.restore import restore
 
-    restored = restore(options.run, launch, [])
+    restored = restore(options.run, launch, run_options)
     check_size(tokens, restored.vocab_size)
     length = min(restored.run.train.seq_length, tokens)
     rows = text_rows(options, restored, launch, max(1, tokens // length), length)

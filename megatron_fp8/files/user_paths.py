@@ -79,6 +79,11 @@ def path_hint(path: Path) -> str | None:
     """What to give instead of ``path``, which is neither a run nor a checkpoint; None: unknown."""
     if is_model_directory(path):
         return f"it is a model as transformers saves it; make a run of it first: megatron-fp8 import {path} RUN_DIR"
+    if (path / "adapter_config.json").is_file():
+        return (
+            "it is an adapter; merge it into its model (merge_and_unload), save that, and make a run of it:"
+            " megatron-fp8 import MODEL RUN_DIR"
+        )
     try:
         runs = sorted(str(folder) for folder in path.iterdir() if is_run(folder)) if path.is_dir() else []
     except OSError:  # no permission to list it

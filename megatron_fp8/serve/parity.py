@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..files.checkpoint import iteration_of
 from ..files.strict_json import nonfinite_as_text
 from ..huggingface.aux_files import run_tokenizer
 from ..huggingface.checkpoint_reader import Source
@@ -158,7 +159,7 @@ def compare_static(
     """Compares a run's training with a directory as an engine reads it.
 
     Args:
-        run: a run's folder.
+        run: a run's folder. An imported model that has not trained computes in high precision.
         source: its checkpoint.
         directory: config.json, safetensors, tokenizer.
         engine: of serve.ENGINES.
@@ -166,14 +167,17 @@ def compare_static(
 
     Raises ValueError: no run, no directory, or a format without rules for the engine.
     """
-    record = RunRecord(run).report()
+    imported = iteration_of(source.folder) == 0 and not RunRecord(run).has("report.json")
+    sites = None if imported else RunRecord(run).report()["sites"]
     config = read_json(directory / CONFIG)
     quantization = config.get("quantization_config") or {}
     form = format_of(quantization)
     result = Parity(engine, "high precision" if form is None else form.name)
+    if sites is None:
+        result.notes.append("the run was imported and has not trained: its GEMMs are in high precision")
     with Tensors(directory) as tensors:
         plan = _plan(source, config, form, tensors)
-        _compare_gemms(result, plan, source, record["sites"], quantization)
+        _compare_gemms(result, plan, source, sites, quantization)
         _compare_weights(result, plan, tensors, source.label, progress)
     if (cached := kv_cache_format(quantization, kv_cache_dtype)) is not None:
         result.differences.append(Difference("cache", "keys and values", "high precision", cached.name))
@@ -227,10 +231,10 @@ def _compare_gemms(
     result: Parity,
     plan: WeightPlan,
     source: Source,
-    sites: list[dict[str, Any]],
+    sites: list[dict[str, Any]] | None,
     quantization: dict[str, Any],
 ) -> None:
-    entries = {entry["name"]: entry for entry in sites}
+    entries = {entry["name"]: entry for entry in sites or ()}
     linears = [part for parts in plan_linears(plan) for part in parts]
     try:
         in_engine = quantized_linears(result.engine, quantization, linears)
@@ -239,23 +243,24 @@ def _compare_gemms(
         return
     weight = None if plan.recipe is None else str(plan.recipe.rule("weight"))
     inputs = input_rule(result.engine, quantization)
-    phases = {str(phase) for entry in sites for phase in entry["phases"]}
+    phases = {str(phase) for entry in entries.values() for phase in entry["phases"]}
     if phases:
         result.notes.append(f"training had phases in another precision: {'; '.join(sorted(phases))}")
     if (head := entries.get("output_layer")) is not None and head["gemms"]["fprop"] in ("fp8", "fp4"):
         _compare_gemm(result, "lm_head", (head["roles"]["weight"], head["roles"]["input"]), (None, None))
     for site, parts in plan.sites.items():
-        entry = entries.get(site)
-        if entry is None:
-            result.notes.append(f"the run's report has no {site}: its precision in training is not known")
-            continue
-        fp8 = entry["gemms"]["fprop"] in ("fp8", "fp4") and not trained_in_bf16(site, source.section)
-        roles = entry["roles"]
-        trained = (roles["weight"], roles["input"]) if fp8 else (None, None)
+        trained, entry = (None, None), entries.get(site)
+        if sites is not None:
+            if entry is None:
+                result.notes.append(f"the run's report has no {site}: its precision in training is not known")
+                continue
+            if entry["gemms"]["fprop"] in ("fp8", "fp4") and not trained_in_bf16(site, source.section):
+                trained = entry["roles"]["weight"], entry["roles"]["input"]
         for part in parts:
             _compare_gemm(result, part, trained, (weight, inputs) if in_engine[part] else (None, None))
-            if in_engine[part] == (part in plan.high_precision):
-                stored = "in high precision" if part in plan.high_precision else "as codes"
+            has_codes = plan.recipe is not None and part not in plan.high_precision
+            if in_engine[part] != has_codes:
+                stored = "as codes" if has_codes else "in high precision"
                 result.differences.append(
                     Difference("weights", part, f"stored {stored}", "reads it otherwise, by its ignore list")
                 )

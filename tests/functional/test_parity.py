@@ -135,6 +135,25 @@ def test_a_finer_format_and_all_layers_are_differences_of_precision(folder, caps
     assert code == 0
 
 
+def test_a_directory_in_high_precision_and_a_run_that_was_imported(folder, capsys, tmp_path):
+    """As of a model with merged adapters: what was imported is compared, in high precision."""
+    plain, again = tmp_path / "plain", tmp_path / "again"
+    assert main(["export", str(folder / "run"), str(plain)]) == 0
+    code, out = parity(folder / "run", plain, capsys, "--accept=precision", "--accept=inputs")
+    assert code == 0 and out[-1] == "no difference, and 22 accepted"
+    assert main(["import", str(plain), str(again)]) == 0
+    code, out = parity(again, plain, capsys)
+    assert "note: the run was imported and has not trained: its GEMMs are in high precision" in out
+    assert code == 0 and sum("= high precision" in line for line in out) == 7
+    code, out = parity(again, folder / "served", capsys, "--accept=inputs")
+    assert code == 1 and any(
+        line.startswith("precision: training high precision, engine e4m3") for line in out
+    )
+    shutil.copytree(folder / "run", tmp_path / "run")
+    (tmp_path / "run" / "report.json").unlink()
+    assert main(["parity", str(tmp_path / "run"), str(plain)]) == 2  # it has trained, nobody knows how
+
+
 def test_bad_input(folder, capsys, tmp_path):
     assert main(["parity", str(folder / "run"), str(tmp_path)]) == 2
     assert main(["parity", str(tmp_path), str(folder / "served")]) == 2

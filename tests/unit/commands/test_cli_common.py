@@ -7,7 +7,13 @@ import warnings
 
 import pytest
 
-from megatron_fp8.commands.cli_common import CommandParser, _of_this_process, fit_help, run_command
+from megatron_fp8.commands.cli_common import (
+    CheckpointParser,
+    CommandParser,
+    _of_this_process,
+    fit_help,
+    run_command,
+)
 from megatron_fp8.commands.main import COMMANDS, main
 from megatron_fp8.train.launch.environment import find_launch
 
@@ -87,3 +93,18 @@ def test_what_fits_stays_and_what_does_not_goes_on():
     assert fit_help(command, 30) == "  tool run --first=1 \\\n      --second=2 --third=3"
     long = "  a first column of its own that is long   said of it"
     assert fit_help(long, 50) == "  a first column of its own that is long\n      said of it"
+
+
+def test_options_of_the_run_that_commands_of_a_checkpoint_take() -> None:
+    """The tokenizer too: an import without one is refused with this remedy."""
+    options, rest = CheckpointParser("generate", "help").parse(
+        ["runs/x", "--data.tokenizer=bytes", "--model.fp8=e4m3"]
+    )
+    assert options.checkpoint == "runs/x" and rest == ["--data.tokenizer=bytes", "--model.fp8=e4m3"]
+    for other in ("--data.paths=x", "--model.fp8", "--recipy=x"):
+        with pytest.raises(
+            ValueError, match=r"--model\.NAME=VALUE, --data\.tokenizer=VALUE, --checkpoint\.accept=VALUE"
+        ):
+            CheckpointParser("generate", "help").parse(["runs/x", other])
+    with pytest.raises(ValueError, match=r"unrecognized arguments: --data\.tokenizer=x"):
+        CommandParser("import", "help").parse(["--data.tokenizer=x"])

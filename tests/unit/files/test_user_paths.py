@@ -11,10 +11,12 @@ from tests.support.checkpoint_files import write_checkpoint
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """A model of transformers', a folder of two runs, one of which `import` made, and a file."""
+    """A model of transformers', an adapter, a folder of two runs, one of which `import` made, and a file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
     (tmp_path / "all" / "one").mkdir(parents=True)
     (tmp_path / "all" / "one" / "report.json").write_text("{}")
     (tmp_path / "all" / "two" / "checkpoints").mkdir(parents=True)
@@ -27,6 +29,11 @@ IMPORT = "make a run of it first: megatron-fp8 import model RUN_DIR."
 SAID = {
     ("export", "model", "out"): IMPORT,
     ("report", "model"): IMPORT,
+    (
+        "parity",
+        "lora",
+        "out",
+    ): "It is an adapter; merge it into its model (merge_and_unload), save that, and make a run",
     ("report", "all"): "give one of the runs in it: all/one, all/two.",
     ("export", "all", "out"): "Give one of the runs in it: all/one, all/two.",
     ("report", "file.txt"): "'file.txt' is a file: give the folder of a run.",
