@@ -103,7 +103,8 @@ def _is_damaged(tensor: torch.Tensor | AmaxRingBuffer) -> torch.Tensor:
     return ~torch.stack(values.aminmax()).isfinite().all()
 
 
-_KINDS = ("state", "weight", "scale", "cast", "gradient")
+_KINDS = ("state", "weight", "scale", "cast", "backward cast", "gradient")
+_OF_BACKWARD = ("backward cast", "gradient")
 _PLACES, _STAGES = 24, 12  # bits of the sort key of kind, stage and place
 
 
@@ -111,9 +112,10 @@ def first_not_finite(chunks: list[Any], check: FiniteCheck | None = None) -> tup
     """Find the likeliest cause of NaN or Inf on any rank, as (kind, line); None if there is none. Collective.
 
     Kinds, in this order: 'state' of the optimizer and of delayed scaling, found by ``check``; 'weight'; 'scale', a
-    delayed scale or amax that no cast can have written; 'cast', NaN or Inf in an FP8 cast of the last iteration, inputs
-    before gradients; 'gradient'. Within a kind the model's order decides, then the lowest rank: NaN from one rank's
-    cast reaches the other ranks in the following layers.
+    delayed scale or amax that no cast can have written; 'cast', NaN or Inf in an FP8 cast of an input or a weight in
+    the last iteration; 'backward cast', of an output's gradient; 'gradient', of a parameter. Within a kind the order of
+    execution decides, which for gradients is the model's backwards, then the lowest rank: NaN from one rank's cast
+    reaches the other ranks in the following layers.
     """
     stage, own, order = parallel_state.get_pipeline_model_parallel_rank(), None, 0
     if check is not None and (state := check.first()):
@@ -121,6 +123,8 @@ def first_not_finite(chunks: list[Any], check: FiniteCheck | None = None) -> tup
     elif first := next(_not_finite(chunks), None):
         kind, place, line = first
         own = (kind, line)
+        if kind in _OF_BACKWARD:
+            stage = parallel_state.get_pipeline_model_parallel_world_size() - 1 - stage
         order = (_KINDS.index(kind) << _PLACES + _STAGES) + (stage << _PLACES) + place
     if (first_found := first_rank_with(own, order=order)) is None:
         return None
@@ -129,7 +133,7 @@ def first_not_finite(chunks: list[Any], check: FiniteCheck | None = None) -> tup
 
 
 def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:
-    """(kind, place in the model, line) of each NaN or Inf on this rank."""
+    """(kind, place in the order of execution, line) of each NaN or Inf on this rank."""
     parameters = [(name, p) for chunk in chunks for name, p in named_parameters(unwrap(chunk))]
     for place, (name, parameter) in enumerate(parameters):
         if count := _count(parameter.detach()):
@@ -145,12 +149,14 @@ def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:
                         f"the {words} of {slot.name} was a number that no cast can have made",
                     )
     slots = [(arena, slot) for arena in arenas for slot in arena.slots]
-    slots.sort(key=lambda pair: pair[1].name.endswith("grad_output"))
-    for place, (arena, slot) in enumerate(slots):
-        own = arena.own_nonfinite
-        if slot.index < len(own) and (count := int(own[slot.index])):
-            yield "cast", place, f"the FP8 cast of {slot.name} met {count} NaN or Inf"
-    for place, (name, parameter) in enumerate(parameters):
+    # A gradient that is cast for each GEMM has a second slot, SITE.grad_output.wgrad.
+    forward, backward = ([p for p in slots if (".grad_output" in p[1].name) == last] for last in (False, True))
+    for kind, pairs in (("cast", forward), ("backward cast", backward[::-1])):
+        for place, (arena, slot) in enumerate(pairs):
+            own = arena.own_nonfinite
+            if slot.index < len(own) and (count := int(own[slot.index])):
+                yield kind, place, f"the FP8 cast of {slot.name} met {count} NaN or Inf"
+    for place, (name, parameter) in enumerate(reversed(parameters)):
         gradient = getattr(parameter, "main_grad", None)
         gradient = parameter.grad if gradient is None else gradient
         if gradient is not None and (count := _count(gradient)):

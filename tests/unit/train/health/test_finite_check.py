@@ -82,3 +82,60 @@ def test_histories_are_looked_at(monkeypatch: pytest.MonkeyPatch, kept: str, val
     getattr(rings, kept)[20, slots[2].column].view(-1)[:1] = value
     assert sum(float(check.turn()) for _ in range(PARTS)) == 1 and float(check.all()) == 1
     assert check.first() == "the amax histories of slot1 and 1 others hold a value that no cast recorded"
+
+
+LAYERS = ("layers.0.fc1", "layers.0.fc2", "layers.1.fc1")
+
+
+def first_cause(
+    monkeypatch: pytest.MonkeyPatch, bad: Sequence[str], *, stage: int = 0
+) -> tuple[str | None, int]:
+    """What is named first on a rank of the first or second of two stages where these have NaN; its place in the order."""
+    arena = Arena(None, torch.device("cpu"))
+    for layer in LAYERS:
+        for role in ("input", "weight", "grad_output", "grad_output.wgrad"):
+            arena.add(None, E5M2).name = f"{layer}.{role}"
+    weights = [(f"{layer}.weight", torch.nn.Parameter(torch.ones(3, dtype=torch.float32))) for layer in LAYERS]
+    for name, weight in weights:
+        weight.grad = torch.full_like(weight, math.nan if f"{name}.grad" in bad else 1.0)
+    for slot in arena.slots:
+        arena.rows[1, slot.index] = float(slot.name in bad)
+    arena.reduce()
+    watched(monkeypatch, 0, [arena])
+    monkeypatch.setattr(finite_check, "named_parameters", lambda model: weights)
+    for function, number in (("rank", stage), ("world_size", 2)):
+        monkeypatch.setattr(
+            finite_check.parallel_state, f"get_pipeline_model_parallel_{function}", lambda number=number: number
+        )
+    found: list[Any] = []
+    monkeypatch.setattr(finite_check, "first_rank_with", lambda own, order: found.append((own, order)))
+    finite_check.first_not_finite([SimpleNamespace(config=None)])
+    ((own, order),) = found
+    return own and own[1], order
+
+
+@pytest.mark.parametrize(
+    ("bad", "first"),
+    [
+        ((), None),
+        # A loss that is NaN: its gradient comes to the last layer first.
+        ([f"{layer}.grad_output" for layer in LAYERS], "the FP8 cast of layers.1.fc1.grad_output"),
+        ([f"{layer}.weight.grad" for layer in LAYERS], "the gradient of layers.1.fc1.weight"),
+        # A gradient that two GEMMs cast differently is no input.
+        (["layers.0.fc1.grad_output.wgrad", "layers.0.fc2.input"], "the FP8 cast of layers.0.fc2.input"),
+        (["layers.0.fc2.input", "layers.1.fc1.input"], "the FP8 cast of layers.0.fc2.input"),
+    ],
+)
+def test_the_first_in_the_order_of_execution_is_named(
+    monkeypatch: pytest.MonkeyPatch, bad: Sequence[str], first: str | None
+) -> None:
+    named, _ = first_cause(monkeypatch, bad)
+    assert named == first or (first and named and named.startswith(f"{first} "))
+
+
+def test_gradients_come_from_the_last_stage_and_after_every_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = [
+        first_cause(monkeypatch, ["layers.0.fc1.grad_output"], stage=stage)[1] for stage in (0, 1)
+    ]
+    inputs = [first_cause(monkeypatch, ["layers.1.fc1.input"], stage=stage)[1] for stage in (0, 1)]
+    assert inputs[0] < inputs[1] < gradients[1] < gradients[0]
