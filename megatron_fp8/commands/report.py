@@ -118,6 +118,10 @@ def loss_lines(record: RunRecord) -> list[str]:
             f"training    {len(steps)} iterations, loss {_loss_text(steps[0]['lm_loss'])} ->"
             f" {_loss_text(steps[-1]['lm_loss'])}, {skipped} steps skipped"
         )
+    if skips := [line for line in record.events() if line.content["event"] == "skip"]:
+        lines.append(
+            f"skipped     first in iteration {skips[0].content['iteration']}: {skips[0].content['text']}"
+        )
     validations = [line.content for line in record.validation()]
     if validations:
         last = validations[-1]

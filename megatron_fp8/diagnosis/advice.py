@@ -15,12 +15,12 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 from ..numerics.formats import E4M3, E5M2
+from ..telemetry.health import by_origin, is_of_forward
 from ..train.run_record import RunRecord
+from .training_faults import find_growth, find_loss_rise, find_spikes
 
 OWN_SCALES = ("tensorwise", "rowwise", "delayed")
 BLOCKS = ("blockwise", "mxfp8")
@@ -174,20 +174,24 @@ def advise(
     """
     plans = {site["name"]: site for site in report.get("sites", ()) if site.get("precision") == "fp8"}
     series: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    weights: dict[str, dict[int, float]] = {}
     bad: list[Mapping[str, Any]] = []
     for record in map(_numbers, records):
+        if record["tensor"] == "weight" and "l2_norm" in record:
+            weights.setdefault(record["site"], {})[record["iteration"]] = record["l2_norm"]
         if record.get("nonfinite", 0) > 0:
             bad.append(record)
         if record["site"] in plans:
             series.setdefault((record["site"], record["tensor"]), []).append(record)
-    found = [*_not_finite(bad, metrics)]
-    if not bad:
-        ruled = _by_rules(series, plans)
-        measured = {record["iteration"] for seen in series.values() for record in seen}
-        spikes = _spikes(metrics, bool(ruled))
-        # Spikes explain a loss that they raise.
-        found += [*(() if spikes else _loss_rise(metrics, ruled, measured)), *ruled, *spikes]
-    return found + _configuration(report)
+    # NaN ruins all statistics of its iteration, so rules read the others.
+    ruined = {record["iteration"] for record in bad}
+    series = {key: [r for r in seen if r["iteration"] not in ruined] for key, seen in series.items()}
+    ruled = _by_rules(series, plans)
+    measured = {record["iteration"] for seen in series.values() for record in seen}
+    spikes = [] if ruled else _spiked(metrics)
+    # Spikes explain a loss that they raise.
+    rise = [] if spikes else _loss_rise(metrics, ruled, measured)
+    return [*_not_finite(bad, metrics), *rise, *_grown(weights), *ruled, *spikes, *_configuration(report)]
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,26 +275,46 @@ def _advice(tensor: str, remedy: str, evidence: list[tuple[str, list[Mapping[str
 
 
 def _not_finite(bad: list[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> list[Advice]:
-    """Reports NaN and Inf in the first bad iteration only: within one iteration they spread to all tensors."""
+    """Reports the origin of NaN and Inf in the first bad iteration: within one iteration they spread.
+
+    Nothing if only gradients overflowed and loss scaling then went on, which is how it finds its scale.
+    """
     if not bad:
         return []
     first = min(record["iteration"] for record in bad)
-    first_records = [record for record in bad if record["iteration"] == first]
-    weights = [record for record in first_records if record["tensor"] == "weight"]
-    culprits = weights or first_records
-    cause = (
-        "a weight itself is not finite: an optimizer step made it so, and no precision of GEMMs helps"
-        if weights
-        else "the first measured iteration with NaN or Inf; they spread through all sites from there. FP8 saturates and"
-        " makes no Inf: look whether high precision has it too"
+    spread = by_origin(record for record in bad if record["iteration"] == first)
+    origin, forward = spread[0], is_of_forward(spread[0])
+    later = [m for m in metrics if m["iteration"] > first and not m.get("skipped")]
+    goes_on = any(math.isfinite(m.get("lm_loss") or math.nan) for m in later)
+    if goes_on and not forward and any(m.get("loss_scale") for m in metrics):
+        return []
+    earlier = min((m["iteration"] for m in metrics if m.get("nonfinite")), default=first)
+    if origin["tensor"] == "weight":
+        cause = "a weight itself is not finite: an optimizer step made it so, and no precision of GEMMs helps"
+    elif forward:
+        cause = (
+            "the first measured iteration with NaN or Inf; they spread through all sites from there. FP8 saturates and"
+            " makes no Inf: look whether high precision has it too"
+        )
+    else:
+        cause = (
+            "gradients alone have NaN or Inf, and they spread backwards from this site: if it is the model's last, they"
+            " come from the loss (labels, loss mask)"
+        )
+    if earlier < first:
+        cause += f". Casts met the first in iteration {earlier}, which was not measured"
+    remedy = (
+        "look at that iteration's batch"
+        if goes_on
+        else "--optimizer.lr=LOWER from a checkpoint before that iteration"
     )
-    sites = tuple(dict.fromkeys(record["site"] for record in culprits))
-    tensor = culprits[0]["tensor"] if len({record["tensor"] for record in culprits}) == 1 else None
+    culprits = [record for record in spread if record["tensor"] == origin["tensor"]]
     return [
         Advice(
-            "not finite", cause, "--optimizer.lr=LOWER from a checkpoint before that iteration; and look with"
-            f" megatron-fp8 diagnose RUN --iteration {first}",
-            sites, tensor, {"nonfinite": culprits[0]["nonfinite"]}, (first, first),
+            "not finite", cause + ". Such steps are skipped, and the run went on" * goes_on,
+            f"{remedy}; and megatron-fp8 diagnose RUN --iteration {min(first, earlier)}",
+            tuple(record["site"] for record in culprits), origin["tensor"], {"nonfinite": origin["nonfinite"]},
+            (first, first),
         )
     ]  # fmt: skip
 
@@ -326,27 +350,31 @@ def _loss_rise(
     ]  # fmt: skip
 
 
-SPIKE, SPIKES = 5.0, 3
-"""A gradient norm above SPIKE times the median is a spike; SPIKES of them give advice."""
-
-
-def _spikes(metrics: Sequence[Mapping[str, Any]], evidence: bool) -> list[Advice]:
-    """Reports spikes of the gradient norm while all codes are good: caused by the learning rate or the data, not by
-    FP8."""
-    norms = [(m["iteration"], m["grad_norm"]) for m in metrics if m.get("grad_norm") is not None]
-    if evidence or len(norms) < 4 * SPIKES:
+def _spiked(metrics: Sequence[Mapping[str, Any]]) -> list[Advice]:
+    """Reports spikes of the gradient norm while all codes are good: not caused by FP8."""
+    spikes = find_spikes(metrics)
+    if spikes is None:
         return []
-    usual = median(norm for _, norm in norms)
-    high = [(iteration, norm) for iteration, norm in norms[len(norms) // 10 :] if norm > SPIKE * usual]
-    if len(high) < SPIKES:
-        return []
+    figures = {"grad_norm": spikes.norm, "median grad_norm": spikes.usual, "spikes": float(spikes.number)}
     return [
         Advice(
             "gradient spikes", "the gradient's norm has spikes while no FP8 codes are bad: the learning rate or the data",
-            "--optimizer.lr=LOWER --optimizer.clip_grad=1.0",
-            figures={"grad_norm": max(norm for _, norm in high), "median grad_norm": usual, "spikes": float(len(high))},
-            iterations=(high[0][0], high[-1][0]),
+            "--optimizer.lr=LOWER --optimizer.clip_grad=1.0", figures=figures, iterations=(spikes.first, spikes.last),
         )
+    ]  # fmt: skip
+
+
+def _grown(weights: Mapping[str, Mapping[int, float]]) -> list[Advice]:
+    """Reports weights that outgrow the same linear of other layers: they ruin codes, but FP8 did not make them grow."""
+    return [
+        Advice(
+            "a weight outgrows the others", "it grows faster than that linear's weight in other layers: its own learning"
+            " rate (parameter group) or gradients, rather than FP8",
+            f"--optimizer.lr=LOWER for it, from a checkpoint before iteration {growth.iteration}",
+            (growth.site,), "weight", {"growth of l2_norm": growth.factor, "of other layers": growth.others},
+            (growth.iteration, growth.last),
+        )
+        for growth in find_growth(weights)
     ]  # fmt: skip
 
 
@@ -363,53 +391,3 @@ def _configuration(report: Mapping[str, Any]) -> list[Advice]:
             "--model.fp8=e4m3",
         )
     ]
-
-
-MUCH, LASTING = 1.5, 3
-NOISES, LEAST, STEPS = 8.0, 0.02, 6
-"""Multiple of the noise; smallest relative rise; number of steps needed to estimate the noise."""
-
-
-@dataclass(frozen=True)
-class LossRise:
-    """A rise of the loss.
-
-    Attributes:
-        iteration: the first iteration with it.
-        loss, before: the loss there, and the best median before.
-        noise: of the loss, for a small rise; None for a large one.
-    """
-
-    iteration: int
-    loss: float
-    before: float
-    noise: float | None = None
-
-
-def find_loss_rise(metrics: Sequence[Mapping[str, Any]]) -> LossRise | None:
-    """The first rise in the records of metrics.jsonl (``iteration``, ``lm_loss``); None if there is none. Ignores
-    missing, NaN and Inf losses."""
-    seen = [
-        (int(line["iteration"]), float(loss))
-        for line in metrics
-        if (loss := line.get("lm_loss")) is not None and math.isfinite(loss)
-    ]
-    losses = [loss for _, loss in seen]
-    # For each iteration: the median of the last LASTING losses, or of all if fewer.
-    medians = [median(losses[max(0, end - LASTING) : end]) for end in range(1, len(losses) + 1)]
-    if not medians:
-        return None
-    best = min(range(len(medians)), key=medians.__getitem__) + 1
-    steps = [abs(after - last) for last, after in pairwise(losses[:best])]
-    # The standard deviation of normal noise, from the median difference of neighbours.
-    noise = 1.05 * median(steps) if len(steps) >= STEPS else None
-    before = math.inf
-    for start in range(1, len(losses)):
-        before = min(before, medians[start - 1])
-        lowest = min(losses[start : start + LASTING])
-        if lowest > max(MUCH * before, before + NOISES * (noise or 0.0)):
-            return LossRise(seen[start][0], losses[start], before)
-        is_small_rise = start >= best and start <= len(losses) - LASTING
-        if noise is not None and is_small_rise and lowest > before + max(NOISES * noise, LEAST * abs(before)):
-            return LossRise(seen[start][0], losses[start], before, noise)
-    return None

@@ -53,9 +53,34 @@ class FirstBad:
         return first_records
 
 
+def by_origin(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The records with NaN or Inf, the likeliest origin first.
+
+    A weight's NaN spreads to all later layers, a forward tensor's too, and a gradient's to all earlier ones.
+
+    Args:
+        records: of one iteration, in the model's order.
+    """
+    bad = [record for record in records if record.get("nonfinite", 0.0) > 0]
+    places = {site: place for place, site in enumerate(dict.fromkeys(record["site"] for record in bad))}
+
+    def order(record: Mapping[str, Any]) -> tuple[int, int]:
+        place = places[record["site"]]
+        if record["tensor"].partition(".")[0] == "weight":
+            return 0, place
+        return (1, place) if is_of_forward(record) else (2, -place)
+
+    return sorted(bad, key=order)
+
+
+def is_of_forward(record: Mapping[str, Any]) -> bool:
+    """Whether the record's tensor exists before any backward."""
+    return record["tensor"].partition(".")[0] in _SHOWN_BY_FORWARD
+
+
 def limit_line(fresh: list[dict[str, Any]]) -> str:
     """One log line on the tensors that first exceeded a limit in an iteration (at least one record)."""
-    first = fresh[0]
+    first = next(iter(by_origin(fresh)), fresh[0])
     statistic = next(name for name, reason in REASONS.items() if reason == first["went_bad"][0])
     value = f"{first[statistic]:.4g}{'%' if statistic.endswith('%') else ' values'}"
     more = f", and {len(fresh) - 1} more tensors" if len(fresh) > 1 else ""

@@ -1,5 +1,6 @@
 """`megatron-fp8 report --html`: one file, or one line that says what is wrong."""
 
+import json
 import sys
 
 import pytest
@@ -48,6 +49,15 @@ def test_without_bokeh_it_says_how_to_get_it(tmp_path, capsys, monkeypatch):
     run = write_run(tmp_path / "run", every=0)
     assert main(["report", str(run), "--html", str(tmp_path / "x.html")]) == 2
     assert "pip install 'bokeh" in capsys.readouterr().err
+
+
+def test_the_first_skipped_step_has_its_reason(tmp_path, capsys):
+    run = write_run(tmp_path / "run", every=0)
+    events = [(20, "save", "iter_20"), (41, "skip", "the weight x holds 1 NaN"), (50, "skip", "another")]
+    lines = [json.dumps({"iteration": i, "event": event, "text": text}) for i, event, text in events]
+    (run / "events.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["report", str(run)]) == 0
+    assert "\nskipped     first in iteration 41: the weight x holds 1 NaN\n" in capsys.readouterr().out
 
 
 def test_escapes_in_a_report_do_not_reach_the_terminal(tmp_path, capsys, monkeypatch):

@@ -125,6 +125,47 @@ def test_not_finite_is_the_first_iteration_and_no_other_advice(tensor):
     assert "diagnose RUN --iteration 40" in found.line
 
 
+LAST = SITE.replace("layers.1", "layers.3")
+
+
+def test_gradients_that_are_not_finite_come_from_the_last_layer_of_one_batch():
+    rows = records(iterations=(40,)) + records("grad_output", iterations=(40,), nonfinite=3.0)
+    rows += records("dgrad", iterations=(40,), nonfinite=3.0)
+    rows += records("grad_output", iterations=(40,), site=LAST, nonfinite=5.0)
+    metrics = [
+        {"iteration": i, "lm_loss": 2.0, "skipped": 0, "nonfinite": 0, "loss_scale": None}
+        for i in range(1, 60)
+    ]
+    for bad in (36, 40):
+        metrics[bad - 1] |= {"lm_loss": None, "skipped": 1, "nonfinite": 8}
+    (found,) = advise(rows, report("tensorwise"), metrics)
+    assert found.sites == (LAST, SITE) and found.tensor == "grad_output" and "loss mask" in found.cause
+    assert "iteration 36" in found.cause and found.line.endswith("diagnose RUN --iteration 36")
+    assert "--optimizer.lr" not in found.line  # training went on
+    (found,) = advise(rows, report("tensorwise"), metrics[:40])
+    assert "--optimizer.lr" in found.line
+    scaled = [{**step, "loss_scale": 65536.0} for step in metrics]
+    assert advise(rows, report("tensorwise"), scaled) == []  # how loss scaling finds its scale
+
+
+def test_a_weight_that_outgrows_the_others_is_no_fault_of_fp8():
+    """Its codes suffer too, and a finer recipe would not stop it."""
+    sites = [f"decoder.layers.{layer}.mlp.linear_fc1" for layer in range(4)]
+    rows = [row for site in sites for row in records("weight", site=site, l2_norm=6.0)]
+    rows += records("weight", iterations=(20, 30), site=SITE, l2_norm=900.0, **{"underflows%": 60.0})
+    first, second = advise(rows, report("tensorwise", sites=sites))
+    assert (first.title, first.sites, first.iterations) == ("a weight outgrows the others", (SITE,), (20, 30))
+    assert "parameter group" in first.cause and "before iteration 20" in first.line
+    assert second.title == "one scale for too much" and second.sites == (SITE,)
+
+
+def test_a_nan_hides_no_fault_of_other_iterations():
+    rows = records(**{"underflows%": 60.0}) + records(iterations=(40,), nonfinite=3.0, sqnr_db=0.0)
+    first, second = advise(rows, report("tensorwise"))
+    assert (first.title, second.title) == ("not finite", "one scale for too much")
+    assert second.iterations == (10, 30)
+
+
 def steps(spikes):
     return [{"iteration": i, "grad_norm": 30.0 if i in spikes else 1.0 + i % 3 / 10} for i in range(1, 201)]
 
@@ -220,7 +261,13 @@ def test_the_documentation_has_every_rule():
     assert all(f"**{one}**" in words for one in OTHERS)
 
 
-OTHERS = ("not finite", "the loss rose first", "gradient spikes", "gradients lose a bit for nothing")
+OTHERS = (
+    "not finite",
+    "the loss rose first",
+    "a weight outgrows the others",
+    "gradient spikes",
+    "gradients lose a bit for nothing",
+)
 
 
 def row(rule):

@@ -35,6 +35,20 @@ def test_each_reason_once():
     assert again.found == known.found and again.check([record(9, nonfinite=1.0)]) == []
 
 
+def test_nan_is_named_where_it_begins():
+    """In a weight; else in the first layer's forward; else in the last layer's gradient."""
+    every = [
+        {"iteration": 2, "site": site, "tensor": tensor, "nonfinite": 3.0, "went_bad": ["non-finite"]}
+        for site in ("fc1", "fc2")
+        for tensor in ("input", "weight", "grad_output", "output", "dgrad")
+    ]
+    named = {
+        without: limit_line([one for one in every if one["tensor"] not in without]).split()[3:5]
+        for without in ((), ("weight",), ("weight", "input", "output"))
+    }
+    assert list(named.values()) == [["fc1", "weight"], ["fc1", "input"], ["fc2", "grad_output"]]
+
+
 def test_a_planted_inf_is_told_where_it_first_was(tmp_path):
     def model():
         torch.manual_seed(0)

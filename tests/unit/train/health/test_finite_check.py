@@ -95,7 +95,9 @@ def first_cause(
     for layer in LAYERS:
         for role in ("input", "weight", "grad_output", "grad_output.wgrad"):
             arena.add(None, E5M2).name = f"{layer}.{role}"
-    weights = [(f"{layer}.weight", torch.nn.Parameter(torch.ones(3, dtype=torch.float32))) for layer in LAYERS]
+    weights = [
+        (f"{layer}.weight", torch.nn.Parameter(torch.ones(3, dtype=torch.float32))) for layer in LAYERS
+    ]
     for name, weight in weights:
         weight.grad = torch.full_like(weight, math.nan if f"{name}.grad" in bad else 1.0)
     for slot in arena.slots:
@@ -105,7 +107,9 @@ def first_cause(
     monkeypatch.setattr(finite_check, "named_parameters", lambda model: weights)
     for function, number in (("rank", stage), ("world_size", 2)):
         monkeypatch.setattr(
-            finite_check.parallel_state, f"get_pipeline_model_parallel_{function}", lambda number=number: number
+            finite_check.parallel_state,
+            f"get_pipeline_model_parallel_{function}",
+            lambda number=number: number,
         )
     found: list[Any] = []
     monkeypatch.setattr(finite_check, "first_rank_with", lambda own, order: found.append((own, order)))
@@ -134,8 +138,6 @@ def test_the_first_in_the_order_of_execution_is_named(
 
 
 def test_gradients_come_from_the_last_stage_and_after_every_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    gradients = [
-        first_cause(monkeypatch, ["layers.0.fc1.grad_output"], stage=stage)[1] for stage in (0, 1)
-    ]
+    gradients = [first_cause(monkeypatch, ["layers.0.fc1.grad_output"], stage=stage)[1] for stage in (0, 1)]
     inputs = [first_cause(monkeypatch, ["layers.1.fc1.input"], stage=stage)[1] for stage in (0, 1)]
     assert inputs[0] < inputs[1] < gradients[1] < gradients[0]

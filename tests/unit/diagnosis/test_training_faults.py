@@ -1,9 +1,9 @@
-"""A loss that rose: by much at once, by little for good, and never by noise."""
+"""A loss that rose: by much at once, by little for good, and never by noise. A weight that outgrows the others."""
 
 import numpy as np
 import pytest
 
-from megatron_fp8.diagnosis.advice import find_loss_rise
+from megatron_fp8.diagnosis.training_faults import WeightGrowth, find_growth, find_loss_rise
 
 
 def lines(losses):
@@ -55,3 +55,19 @@ def test_noise_is_no_rise(noise):
         losses[70:2900:70] *= 0.5
         losses[50:2900:90] *= 2
         assert find_loss_rise(lines(losses.tolist())) is None
+
+
+def norms(**last):
+    """Norms of four layers' fc1, which grow from 6 to 12, and of fc2, from 1 to 9."""
+    every = {f"layers.{layer}.fc1": {5: 6.0, 10: 9.0, 15: 12.0} for layer in range(4)}
+    every |= {f"layers.{layer}.fc2": {5: 1.0, 10: 5.0, 15: 9.0} for layer in range(4)}
+    every["layers.1.fc1"] |= {int(name[1:]): norm for name, norm in last.items()}
+    return every
+
+
+def test_a_weight_that_grows_more_than_in_other_layers():
+    assert find_growth({}) == find_growth(norms()) == find_growth(norms(i15=35.0)) == []
+    assert find_growth(norms(i10=30.0, i15=48.0)) == [WeightGrowth("layers.1.fc1", 10, 15, 8.0, 2.0)]
+    assert find_growth(norms(i5=0.0, i15=48.0)) == []  # an adapter's zeros
+    two = {name: seen for name, seen in norms(i15=480.0).items() if "fc1" in name and name < "layers.2"}
+    assert find_growth(two) == []  # which of two would be the odd one?
