@@ -1,4 +1,4 @@
-"""Faults of a training itself: a loss that rises, gradient spikes, a weight that outgrows the others.
+"""Faults of a training itself: rises of the loss, gradient spikes, growth of a weight.
 
 They spoil FP8's codes too, later, and advice.py must not take them for faults of FP8. All are read from a run's records.
 """

@@ -150,7 +150,9 @@ def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:
                     )
     slots = [(arena, slot) for arena in arenas for slot in arena.slots]
     # A gradient that is cast for each GEMM has a second slot, SITE.grad_output.wgrad.
-    forward, backward = ([p for p in slots if (".grad_output" in p[1].name) == last] for last in (False, True))
+    forward, backward = (
+        [p for p in slots if (".grad_output" in p[1].name) == last] for last in (False, True)
+    )
     for kind, pairs in (("cast", forward), ("backward cast", backward[::-1])):
         for place, (arena, slot) in enumerate(pairs):
             own = arena.own_nonfinite
