@@ -25,9 +25,9 @@ __all__ = [
 
 
 def get_fp4_align_size(fp4_recipe: Any) -> int:
-    """Returns the multiple to which Megatron-Core pads experts' tokens; the same for both names, as there.
+    """Returns the multiple to which Megatron-Core pads experts' tokens. ``fp4_recipe`` does not change it.
 
-    Transformer Engine's grouped kernels want 128; nothing here does.
+    Transformer Engine's grouped kernels need 128, this package's kernels do not.
     """
     return alignment(NVFP4BlockScaling())
 

@@ -135,7 +135,7 @@ def _cosine(sums: object) -> float:
 
 
 def sums_of(variant: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> Table:
-    """Parameter -> the four sums of Measured, float64. A gradient missing from one side counts as zero."""
+    """Parameter -> the four sums of a VariantMeasurement, float64. A gradient missing from one side counts as zero."""
     names = list(dict.fromkeys([*reference, *variant]))
     rows = []
     for name in names:

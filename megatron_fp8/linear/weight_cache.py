@@ -152,9 +152,9 @@ class WeightCache:
         return Sides(made.rowwise or weight, weight.t() if made.columnwise is None else made.columnwise)
 
     def record(self, measured: torch.Tensor) -> None:
-        """Record the amax and non-finite count (float32 [2]) of a weight whose cast recorded neither.
+        """Records the amax and non-finite count (float32 [2]) of a weight whose cast did not record them.
 
-        A cached weight is recorded once.
+        Records a cached weight once.
         """
         entry = self.entry
         if entry is not None and entry.recorded:

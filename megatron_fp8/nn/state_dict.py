@@ -52,8 +52,8 @@ def load_fp8_state_dict(model: torch.nn.Module, saved: Mapping[str, torch.Tensor
 
     Load before or after the weights. If the history length differs, the latest entries that fit are used. A
     recipe of ``fp8_autocast`` gets its history at its first call; recipes missing from the saved state start
-    cold. Until the next iteration ends, evaluation saturates a weight beyond its scale only up to the saved
-    amax; without ``NAME.weight.amax``, only up to twice the scale's range.
+    without a history. Until the next iteration ends, evaluation uses the delayed scale for a weight up to its saved amax,
+    or, without ``NAME.weight.amax``, up to twice the scale's range.
 
     Raises:
         ValueError: the model has no FP8 linear, or its FP8 linears or recipes differ from the saved ones.

@@ -86,8 +86,7 @@ class AutocastState(NamedTuple):
     def turns_off(self, plan: SitePlan) -> bool:
         """Whether sites of this plan run in high precision here.
 
-        A plan with a layer number has already decided whether its layer is one of the first and last, which stay in
-        BF16.
+        A plan with a layer number already says whether its layer is a first or last one that stays in BF16.
         """
         return self.off == "all" or (self.off == "unplanned" and plan.layer is None)
 

@@ -63,7 +63,7 @@ def quantized_linears(engine: str, config: Mapping[str, Any], linears: Sequence[
     Args:
         config: config.json's quantization_config; empty: a directory in high precision.
 
-    Raises Refused where the engine raises an error, and ValueError for a config without rules here.
+    Raises EngineRefusal where the engine raises an error, and ValueError for a config without rules here.
     """
     if not config:
         return dict.fromkeys(linears, False)
@@ -167,7 +167,7 @@ Matches = Callable[[str], bool]
 
 
 def _parts_agree(module: str, parts: Sequence[str], matches: Matches) -> bool:
-    """Whether all parts of a fused linear match. Raises Refused if only some do."""
+    """Whether all parts of a fused linear match. Raises EngineRefusal if only some do."""
     path = module.rpartition(".")[0]
     found = {matches(f"{path}.{part}") for part in parts}
     if len(found) > 1:

@@ -234,7 +234,7 @@ def compare_numbers(
     """Computes both sides on the same tokens.
 
     Args:
-        restored: training's model on one rank (train.resume.restore.Restored). It is used up.
+        restored: training's model on one rank (train.resume.restore.RestoredModel). Its weights are replaced.
         rows: int64 [sequences, length], on the model's device.
 
     Raises UnreadableDirectory.

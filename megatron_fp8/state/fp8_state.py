@@ -57,8 +57,8 @@ class Fp8State:
         weight_generation: a cached quantized weight of another generation is stale.
         keeps_weights: cache quantized weights within a generation. Only if no code writes weights meanwhile through
             ``.data``, which the cache cannot detect. False: each forward quantizes its weight.
-        fast_gemms: those of which tensor cores may keep partial sums at their own precision.
-        keeps_columnwise: cache dgrad's separate codes of weights until backward; False: each backward makes them again.
+        fast_gemms: GEMMs in which tensor cores may keep partial sums at their own precision.
+        keeps_columnwise: cache dgrad's separate codes of weights until backward; False: backward quantizes them anew.
         seed: of stochastic rounding.
         phases: the iterations in which FP8 runs.
         counter: counts of the current iteration on this rank.
@@ -68,12 +68,12 @@ class Fp8State:
         capturing: a CapturedStep (cuda_graph.py) captures.
         missing_end: error message of the next training forward, if an optimizer stepped before the iteration was ended.
         activity: work of the iteration besides its counters.
-        experiment: ``finish_iteration`` changes nothing (``unrecorded``).
+        experiment: inside ``unrecorded``, where ``finish_iteration`` changes nothing.
         watcher: the observer set by ``watch``.
         observer: the watcher, if it wants this iteration, else None. Derived from both.
         guard: looks for unhealthy tensors in each iteration; None: no guard.
         findings: the guard's findings in the last finished iteration.
-        begun: changes when an iteration begins, begins again, or is loaded. Random streams count backwards from there.
+        begun: a new object whenever an iteration begins, restarts or is loaded. Random streams number backwards from it.
         phase: of this iteration, derived from ``phases``. None if the training's length is needed and not set.
     """
 
@@ -203,8 +203,8 @@ class Fp8State:
     def unrecorded(self) -> Iterator[None]:
         """Inside, casts change no amaxes and no counts, in training too, and no observer sees them.
 
-        For experiments between two iterations: an end of an iteration inside (by a schedule) changes nothing. Delayed
-        scales are the current ones.
+        For experiments between two iterations. If a schedule ends an iteration inside, nothing changes. Delayed scales
+        stay as they are.
         """
         restorers = [arena.restorer() for arena in self.arenas]
         watcher, missing_end, activity = self.watcher, self.missing_end, replace(self.activity)

@@ -79,8 +79,10 @@ class WhatIfHistory:
 
     @keep_subnormals
     def update(self, amax: torch.Tensor) -> None:
-        """Called at the end of every iteration. ``amax``: float32 [count], this iteration's, over all ranks that share
-        a scale; 0 if a tensor was not cast. Synchronises once, while some tensor has no scale yet."""
+        """Ends an iteration. Waits for the device as long as some tensor has no scale.
+
+        ``amax``: float32 [count], this iteration's, over all ranks that share a scale; 0 if a tensor was not cast.
+        """
         amax = torch.where(amax.isinf(), 0.0, amax)
         was_cast = amax != 0
         self.rings.put(amax)

@@ -94,12 +94,14 @@ def notes(device: torch.device, recipe: Recipe | Products) -> list[str]:
 
 
 def advice(device: torch.device, recipe: Recipe | Products) -> tuple[str, Remedy | None] | None:
-    """GEMMs of a recipe that will be slow, because torch has no such product; None: there are none. For recipes that
-    ``supports`` accepts.
+    """Advice on GEMMs that will be slow, because torch has no such product; None if there are none.
+
+    Args:
+        recipe: one that ``supports`` accepts.
 
     Returns:
-        What multiplies instead, and why; and the change of the recipe by which torch can multiply: gradients to 'e4m3',
-        scales to 'pow2'; another recipe; None: no such change.
+        What multiplies instead, and why; and the change with which torch multiplies: gradients in 'e4m3', scales as
+        'pow2', another recipe, or None if no change helps.
     """
     refusal = refusals(device, multiply)
     slow = kernel_gemms(recipe, refusal)

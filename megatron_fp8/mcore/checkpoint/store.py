@@ -180,7 +180,7 @@ class LoadedTensors:
 
     Attributes:
         state: the sharded state with the checkpoint's values in place of the sharded tensors.
-        not_finite: as Prepared's.
+        not_finite: as TensorsToWrite's.
     """
 
     state: dict[str, Any]

@@ -60,8 +60,8 @@ class Adam(torch.optim.Optimizer):
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
         adam_w_mode: decoupled weight decay; False adds it to the gradient.
 
-    A parameter's state is ``exp_avg`` and ``exp_avg_sq``; ``step`` (an int) is the group's, and counts from the first
-    step of a group that has parameters. NaN and Inf in a gradient enter the state as in torch.
+    A parameter's state is ``exp_avg`` and ``exp_avg_sq``. ``step`` (an int) belongs to the group and counts its steps
+    since it has parameters. NaN and Inf in a gradient enter the state as in torch.
     """
 
     def __init__(

@@ -145,9 +145,9 @@ def prepare_at_first_microbatch(original: Callable[[Any], None], self: Any) -> N
 
 
 def keep_weights_for_microbatches(original: Callable[..., Any], *, model: Any, **kwargs: Any) -> Any:
-    """A schedule that caches weights' codes from microbatch to microbatch.
+    """Wraps a schedule, so that weights' codes are cached from microbatch to microbatch.
 
-    Not outside of it: a custom loop, or code that merges adapters, may write weights at any time.
+    Only inside a schedule: a custom loop, or code that merges adapters, may write weights at any time.
     """
     with cache_weights(model if isinstance(model, list) else [model]):
         return original(model=model, **kwargs)

@@ -52,7 +52,7 @@ _TYPES: dict[str, Any] = {
     "fp4_recipe": str,
     "fp8_amax_compute_algo": str,
 }
-# `train` uses BF16 (and FP8 over it) unless fp16 is set, see settle_precision; other defaults are Megatron-Core's.
+# `train` uses BF16 (and FP8 over it) unless fp16 is set, see resolve_precision; other defaults are Megatron-Core's.
 _DEFAULTS: dict[str, Any] = {
     "num_layers": 0,
     "hidden_size": 0,

@@ -84,7 +84,8 @@ class RunFolders:
     def keep_earlier(self, start: Path | None, stacks: Path | None = None) -> list[str]:
         """Move an earlier run's files to `previous-1`, `previous-2`, ...; return lines to print. Collective.
 
-        Stacks of this start stay. This start continues from another run's checkpoint (``start``), or begins anew.
+        For a start from another run's checkpoint (``start``), or from the beginning. Stack dumps of this start stay.
+
         Raises ValueError.
         """
         work = name_folder_error("run_dir", self.run_dir)(back_up_earlier)
