@@ -354,6 +354,11 @@ def values64(side: QuantizedSide) -> torch.Tensor:
 def _foldable(a: QuantizedSide, b: QuantizedSide) -> bool:
     """Whether scaled operands, their products and sums have no subnormals (which BF16 units flush) and no
     overflow."""
+    if a.codes.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the emulated backend cannot be captured as a CUDA graph: the host reads scales to choose a product. Use a"
+            " GPU and a recipe that the native backend multiplies, or train without the graph"
+        )
     (smallest_a, largest_a), (smallest_b, largest_b) = _scale_range(a), _scale_range(b)
     return (
         min(smallest_a, smallest_b, smallest_a * smallest_b) >= _SMALLEST_SCALE

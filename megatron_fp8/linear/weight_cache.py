@@ -72,7 +72,10 @@ class WeightCache:
         self.before: WeightCache | None = None
         self._memory: StorageWeakRef | None = None
         """Storage of the cached weight; the reference keeps its number from being reused."""
-        self._observed = -1  # the iteration in which the weight was recorded without a cast
+        self._observed = (
+            -1,
+            False,
+        )  # the iteration, or its capture, in which the weight was recorded without a cast
         shared = casts.shared
         # Codes that serve both directions, one a transposed view of the other, are one copy anyway.
         one_copy = shared is not None and (
@@ -166,7 +169,7 @@ class WeightCache:
 
     def undo_record(self) -> None:
         """Lets the next call record the weight again, after its slots were restored."""
-        self._observed = -1
+        self._observed = -1, False
         if self.entry is not None:
             self.entry.recorded = False
 
@@ -185,7 +188,8 @@ class WeightCache:
         self.entry = None
 
     def _first_this_iteration(self) -> bool:
-        first, self._observed = self._observed != self.state.iteration, self.state.iteration
+        now = self.state.iteration, self.state.capturing  # a replay records for itself
+        first, self._observed = self._observed != now, now
         return first
 
     def version(self, weight: torch.Tensor, weight_generation: int | None = None) -> tuple[Any, ...]:

@@ -69,7 +69,6 @@ class Fp8Group:
     Attributes:
         states: device -> FP8 state.
         sites: of all linears that joined, in module order; includes linears that no longer exist.
-        iteration: number of iterations that ``fp8_step`` has finished.
         unused: detects linears that do not run.
         trained_weights: weights as training left them.
         delays: some linear has delayed scales.
@@ -80,7 +79,7 @@ class Fp8Group:
     def __init__(self, config: Fp8Config, root: torch.nn.Module | None = None):
         self.config = replace(config)  # a copy: sites read its overrides later, when they first run
         self.states: dict[torch.device, Fp8State] = {}
-        self.iteration = 0
+        self._iteration = 0  # of a group without states
         self.unused = UsageCheck()
         self.trained_weights = TrainedWeights()
         self.delays = self.frozen = False
@@ -111,7 +110,7 @@ class Fp8Group:
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Group:
         """Copies iteration and phase too: DelayedScaling.interval and stochastic rounding depend on them."""
         copied = memo[id(self)] = Fp8Group(copy.deepcopy(self.config, memo))
-        copied.iteration, copied._phases = self.iteration, self._phases
+        copied._iteration, copied._phases = self.iteration, self._phases
         copied.delays, copied.frozen = self.delays, self.frozen
         for device, state in self.states.items():
             copied.state(device).merge_iteration(state)
@@ -225,6 +224,7 @@ class Fp8Group:
         if device in self.states and all(
             linear is None or linear.fp8_device != device for _, linear in members
         ):
+            self._iteration = self.iteration
             del self.states[device]
             for sites in self.sites:
                 sites.forget(device)
@@ -257,9 +257,14 @@ class Fp8Group:
             total.add(state.finish_iteration(ran))
             ended = ended or state.iteration != before
         if ended:
-            self.iteration += 1
+            self._iteration += 1
             self._written_by_training()
         return total
+
+    @property
+    def iteration(self) -> int:
+        """Number of iterations that ``fp8_step`` and replays of a CapturedStep have finished."""
+        return max((state.iteration for state in self.states.values()), default=self._iteration)
 
     @property
     def _backwards(self) -> int:
@@ -273,7 +278,7 @@ class Fp8Group:
 
     def resume(self, iteration: int) -> None:
         """Continue from a saved iteration. The weights may be loaded before or after."""
-        self.iteration = iteration
+        self._iteration = iteration
         self.trained_weights, self._resumed, self._resumed_at = TrainedWeights(), True, self._backwards
         for state in self.states.values():
             state.discard_iteration()

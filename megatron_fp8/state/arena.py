@@ -312,6 +312,13 @@ class Arena:
             return f"scales are updated every {intervals[0]} iterations, which the host decides: set the interval to 1"
         return None
 
+    def warm_up(self) -> None:
+        """Marks cold slots that ``settle_unread`` gave a scale as warm; goes to the host only while any slot is cold."""
+        for histories in self._histories.values():
+            if histories.cold:
+                amax = self.last_amax.index_select(0, histories.index)
+                histories.warm_up((amax != 0) & amax.isfinite())
+
     def settle_unread(self) -> torch.Tensor:
         """``reduce`` and ``update`` for a CUDA graph, without a host sync; returns float32 [], the sum of non-finite
         counts.

@@ -61,7 +61,7 @@ class CapturedStep:
         self.states = states
         self.nonfinite = torch.zeros(0, dtype=torch.float32, device="cpu")
         self._counts: list[IterationCounts] = []
-        self._measured: list[tuple[Arena, dict[str, torch.Tensor]]] = []
+        self._arenas: list[tuple[Arena, torch.Tensor, dict[str, torch.Tensor]]] = []
 
     def __enter__(self) -> CapturedStep:
         for state in self.states:
@@ -75,8 +75,8 @@ class CapturedStep:
                 self.nonfinite = (
                     torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float32, device="cpu")
                 )
-                self._measured = [
-                    (arena, {name: getattr(arena, name) for name in _MEASURED})
+                self._arenas = [
+                    (arena, arena.rows, {name: getattr(arena, name) for name in _MEASURED})
                     for state in self.states
                     for arena in state.arenas
                 ]
@@ -90,19 +90,41 @@ class CapturedStep:
             The iteration's counts on this rank; nonfinite of all ranks of each reduction group.
 
         Raises:
-            RuntimeError: the next iteration is in high precision: run it eagerly.
+            RuntimeError: since the capture FP8 tensors, an observer, a guard or phases were added. The replay did not see
+                them: skip its step, and capture again or train eagerly.
         """
-        for arena, tensors in self._measured:  # an eager iteration has set others
+        self._check_for_changes()
+        for arena, _, tensors in self._arenas:  # an eager iteration has set others
             vars(arena).update(tensors)
         total = IterationCounts()
         for state, counts in zip(self.states, self._counts, strict=True):
-            nonfinite_here = sum(int(arena.last_nonfinite.sum()) for arena in state.arenas)
+            nonfinite_here = 0
+            for arena in state.arenas:
+                nonfinite_here += int(arena.last_nonfinite.sum())
+                arena.warm_up()
             total.add(state.count_replay(replace(counts, nonfinite=nonfinite_here)))
         return total
+
+    def _check_for_changes(self) -> None:
+        reasons = [_host_refusal(state) for state in self.states]
+        for arena, rows, _ in self._arenas:
+            if arena.rows is not rows:  # the graph still reads and writes the old ones
+                newest = arena.slots[-1].name
+                reasons.append(
+                    f"FP8 tensors were added since the capture, such as {newest}: capture it again"
+                )
+        for reason in filter(None, reasons):
+            raise RuntimeError(f"the replay of a captured FP8 training step is void, skip its step: {reason}")
 
 
 def capture_refusal(state: Fp8State) -> str | None:
     """Returns why a step over this state cannot be captured, None if it can."""
+    reasons = (_host_refusal(state), *(arena.capture_refusal() for arena in state.arenas))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _host_refusal(state: Fp8State) -> str | None:
+    """Returns what the host does in this state's iterations that a replay leaves out, None if nothing."""
     if not state.phases.trivial:
         return (
             "precision changes with the phases of the training (fp8_high_precision_warmup or _healing): set them to 0, or"
@@ -112,8 +134,4 @@ def capture_refusal(state: Fp8State) -> str | None:
         return "the guard changes the precision of sites on the host: switch it off, or train eagerly"
     if state.watcher is not None:
         return "an observer (telemetry) watches its casts, and a replay calls no observer: detach it first"
-    for arena in state.arenas:
-        reason = arena.capture_refusal()
-        if reason is not None:
-            return reason
     return None

@@ -253,12 +253,10 @@ class Fp8State:
         return captured
 
     def count_replay(self, counts: IterationCounts) -> IterationCounts:
-        """Records a replayed iteration with these counts."""
-        self.last = counts
-        self.iteration += 1
-        self.weight_generation += 1
+        """Ends a replayed iteration: these counts, and those of eager calls since the last end. Returns their sum."""
         self.activity.backwards += 1  # a replay runs no Python that counts it
-        self.activity.ended = self.activity.backwards
+        counts.add(self.counter.iteration)
+        self._end(counts)
         return counts
 
     def finish_iteration(self, ran: bool = True) -> IterationCounts:
@@ -292,12 +290,15 @@ class Fp8State:
                 arena.update(self.iteration)
         if self.watcher is not None:
             self.watcher.ended(self.iteration)
-        self.last, self.counter.iteration = self.counter.iteration, IterationCounts()
+        self._end(self.counter.iteration)
+        return self.last
+
+    def _end(self, counts: IterationCounts) -> None:
+        self.last, self.counter.iteration = counts, IterationCounts()
         self.iteration += 1
         self.weight_generation += 1
         self.missing_end = ""
         self.activity.end()
-        return self.last
 
     def discard_iteration(self) -> None:
         """Restarts the iteration: discards its counts and records."""

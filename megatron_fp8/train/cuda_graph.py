@@ -21,10 +21,13 @@ import torch
 from megatron.core.tensor_parallel.random import get_all_rng_states
 from torch import Tensor
 
+from ..backends import emulated
 from ..files.terminal import print_rank_0
 from ..linear.gemm_site import mark_zeros
 from ..mcore.iteration import CapturedIteration
 from ..mcore.runtime import state_of, unwrap
+from ..mcore.sites import fp8_linears
+from ..numerics import host_sync
 from ..state.collectives import first_rank_with
 from ..state.cuda_graph import capture_refusal
 from .config.run_config import RunConfig
@@ -58,6 +61,9 @@ _NOT_WITH_GRAPHS: dict[str, tuple[Any, str]] = {
 }
 """Option -> (the value that it must have, why a replay cannot follow another one)."""
 
+_CACHED = 32
+"""Entries of the cache that the layers' RotaryEmbedding.forward share: with more layers each call misses it."""
+
 
 def check_options(run: RunConfig) -> None:
     """Raise ValueError if an option needs Python in an iteration's passes; a replay would silently leave that out."""
@@ -76,6 +82,16 @@ def check_options(run: RunConfig) -> None:
         )
     if run.model.fp4 or "nvfp4" in run.model.fp8_overrides.values():
         _refuse("NVFP4", "its emulation copies tables and names random bits on the host", "train in FP8")
+    if (
+        run.model.multi_latent_attention
+        and run.model.context_parallel_size > 1
+        and run.model.num_layers > _CACHED
+    ):
+        _refuse(
+            f"model.num_layers={run.model.num_layers} with multi-latent attention and context parallelism",
+            f"Megatron-Core caches {_CACHED} layers' position embeddings, and copies the others from memory of the host",
+            f"use at most {_CACHED} layers",
+        )
     if run.telemetry.settings().on:
         _refuse(
             "telemetry", "a replay calls no observer", "leave out telemetry.every and telemetry.te_config"
@@ -88,6 +104,19 @@ def check_device(run: RunConfig) -> None:
         raise ValueError(
             "train.cuda_graphs=True needs a CUDA device, and torch finds none here: leave it out, or train on a GPU."
         )
+
+
+def check_backends(run: RunConfig, chunks: list[Any]) -> None:
+    """Raise ValueError if a layer's GEMMs read scales back from a GPU, as emulated ones do."""
+    if not run.train.cuda_graphs:
+        return
+    for site in (linear.fp8_site for linear in fp8_linears(chunks)):
+        if site.plan.backend == emulated.name and host_sync.read_waits(site.state.device):
+            _refuse(
+                f"the emulated backend, which runs {site.plan.name}",
+                "the host reads scales to choose a product",
+                "use a GPU of compute capability 8.9 or newer and a recipe that it multiplies",
+            )
 
 
 def _refuse(what: str, why: str, remedy: str) -> None:

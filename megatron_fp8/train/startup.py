@@ -86,6 +86,7 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
         optimizer = model.build_optimizer(config, run, chunks)
         scheduler = model.build_scheduler(run, optimizer)
         check_plan(chunks)
+        cuda_graph.check_backends(run, chunks)
         parameters = model.count_parameters(chunks)
         report = build_report(run, config, chunks, parameters, launch.launcher)
         stepper = Stepper(run, chunks, optimizer, scheduler, parts, stop, watchdog)

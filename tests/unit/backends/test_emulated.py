@@ -330,3 +330,13 @@ def test_a_product_is_added_to_its_own_shape_alone():
         with pytest.raises(ValueError, match=r"must be equal|cannot be added"):
             emulated.accumulate(a, other, where)
     assert not bool(into.any())
+
+
+def test_a_capture_on_a_gpu_is_refused_in_words(monkeypatch):
+    """The host reads scales, which torch would call an operation that is not permitted."""
+    side = SimpleNamespace(codes=SimpleNamespace(is_cuda=True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(
+        RuntimeError, match="emulated backend cannot be captured as a CUDA graph: the host reads"
+    ):
+        emulated._foldable(side, side)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -141,6 +143,76 @@ def test_a_capture_shares_no_quantized_weight_with_what_runs():
     assert captured._counts[0].casts == casts and model.state.counts.casts == casts
     model.step()
     assert model.state.counts.casts == 2 * casts
+
+
+def captured_delayed() -> tuple[Model, Recorded, CapturedStep]:
+    """A model after one eager iteration and the capture of its second."""
+    model, recorded = Model("delayed"), Recorded()
+    model.load(0)
+    model.step()
+    model.state.finish_iteration()
+    model.load(1)
+    captured = CapturedStep(model.state)
+    with recorded, captured:
+        model.step()
+    captured.replayed()
+    return model, recorded, captured
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda state: make_site("delayed", state=state, name="late"),
+            "FP8 tensors were added since the capture, such as late.grad_output: capture it again",
+        ),
+        (
+            lambda state: state.watch(SimpleNamespace(wants=lambda iteration: False)),
+            "an observer (telemetry) watches its casts",
+        ),
+    ],
+    ids=["tensors", "observer"],
+)
+def test_a_replay_that_misses_a_later_change_raises(change, words):
+    """Added tensors move the arena's memory, and the graph would update the old one."""
+    model, _, captured = captured_delayed()
+    iteration = model.state.iteration
+    kept = change(model.state)
+    with pytest.raises(RuntimeError, match="is void, skip its step: " + re.escape(words)):
+        captured.replayed()
+    assert model.state.iteration == iteration
+    del kept
+
+
+def test_a_replay_gives_scales_to_tensors_whose_histories_were_reset():
+    """As loaded weights reset them: the next eager cast would otherwise be a first one again."""
+    with (
+        mock.patch.object(cpu, "usable", lambda *_: False),
+        mock.patch.object(gemms, "multiplies", lambda *_: False),
+    ):
+        model, recorded, captured = captured_delayed()
+        (arena,) = model.state.arenas
+        for slot in arena.slots:
+            arena.start_again(slot)
+        recorded.replay()
+        captured.replayed()
+    assert all(slot.warm and arena.saved_slot(slot)["warm"] for slot in arena.slots)
+
+
+def test_a_capture_records_weights_that_eager_code_has_recorded():
+    """A weight that is not cast is recorded once an iteration; each replay needs it."""
+    model = Model("delayed")
+    model.load(0)
+    model.step()
+    model.state.finish_iteration()
+    (arena,), weights = model.state.arenas, model.sites[0].weights
+    weights.observe(model.weights[0])
+    arena.rows.zero_()
+    with CapturedStep(model.state) as captured:
+        weights.observe(model.weights[0])
+    captured.replayed()
+    slot = weights.casts.quantizers[0].slot
+    assert arena.last_amax[slot.index] == model.weights[0].abs().amax()
 
 
 @pytest.mark.parametrize("where", ["step", "update"])

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from megatron_fp8.linear.function import fp8_linear
-from megatron_fp8.linear.gemm_site import is_zeros
+from megatron_fp8.linear.gemm_site import GemmSite, is_zeros
+from megatron_fp8.plan.site_plan import fp8_site
+from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.state.cuda_graph import CapturedStep
 from megatron_fp8.state.fp8_state import Fp8State
 from megatron_fp8.train import cuda_graph
@@ -25,6 +27,7 @@ ON = [
     "--model.num_attention_heads=2",
 ]
 FP8 = ["--model.fp8=hybrid", "--model.fp8_recipe=delayed"]
+MLA = ["--model.multi_latent_attention=true", "--model.num_layers=32"]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,10 @@ FP8 = ["--model.fp8=hybrid", "--model.fp8_recipe=delayed"]
         (["--telemetry.every=5"], "telemetry: a replay calls no observer"),
         (["--model.fp4=e2m1"], "NVFP4: its emulation copies"),
         ([*FP8, "--model.fp8_overrides={'*': nvfp4}"], "NVFP4: its emulation copies"),
+        (
+            [*MLA, "--model.context_parallel_size=2", "--model.num_layers=33"],
+            "num_layers=33 with multi-latent attention and context parallelism: Megatron-Core caches 32",
+        ),
     ],
 )
 def test_what_a_replay_would_leave_out_is_refused(options: list[str], words: str) -> None:
@@ -55,6 +62,25 @@ def test_what_a_replay_would_leave_out_is_refused(options: list[str], words: str
     assert words in str(caught.value) and ". Leave out train.cuda_graphs, or " in str(caught.value)
     run.train.cuda_graphs = False
     cuda_graph.check_options(run)
+
+
+@pytest.mark.parametrize("more", [[], ["--model.context_parallel_size=2"], ["--model.num_layers=33"]])
+def test_layers_whose_position_embeddings_stay_cached_are_taken(more: list[str]) -> None:
+    cuda_graph.check_options(run_config.parse([*ON, *MLA, *more]))
+
+
+def test_layers_that_read_scales_back_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = GemmSite(
+        fp8_site("layers.0.linear_fc1", 0, DelayedScaling(), "emulated", "test"), Fp8State(), None
+    )
+    monkeypatch.setattr(cuda_graph, "fp8_linears", lambda chunks: [SimpleNamespace(fp8_site=site)])
+    run = run_config.parse(ON)
+    cuda_graph.check_backends(run, [])
+    monkeypatch.setattr(cuda_graph.host_sync, "read_waits", lambda device: True)
+    with pytest.raises(ValueError, match=r"backend, which runs layers\.0\.linear_fc1: the host reads"):
+        cuda_graph.check_backends(run, [])
+    run.train.cuda_graphs = False
+    cuda_graph.check_backends(run, [])
 
 
 def test_a_constant_loss_scale_and_dropout_are_taken() -> None:
