@@ -188,7 +188,7 @@ def fused(bench: Bench) -> None:
 def _quantize(source: Callable[[], Any], rule: Any, scale: torch.Tensor | None, first: bool) -> Any:
     made = source()
     x = LazyTensor(made, (made.rows, made.cols))
-    return native.quantize(x.written() if first else x, rule, "both", scale=scale)
+    return native.quantize(x.materialize() if first else x, rule, "both", scale=scale)
 
 
 def sources(machine: Machine, what: str, rows: int, cols: int) -> Callable[[], Any]:

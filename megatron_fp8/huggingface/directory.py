@@ -274,7 +274,7 @@ class Tensors:
     ) -> None:
         self._files.close()
 
-    def take_apart(self, fused: Mapping[str, Mapping[str, int]]) -> None:
+    def split_fused(self, fused: Mapping[str, Mapping[str, int]]) -> None:
         """Replace fused tensors by the parts that their rows consist of.
 
         Args:

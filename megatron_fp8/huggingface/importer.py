@@ -182,7 +182,7 @@ def check_entries(
     _drop_missing_mtp(section, tensors.names())
     listed = list(entries(architecture, section))
     shapes = {part: shape for entry in listed for part, shape in part_shapes(entry, section).items()}
-    tensors.take_apart(fused_rows(architecture, shapes))
+    tensors.split_fused(fused_rows(architecture, shapes))
     _check_tensors(source, tensors, listed, section)
     return listed
 

@@ -172,7 +172,7 @@ def prepare_for_inference(
             change = BatchInvariantSite(static.get(linear.fp8_site.plan.name))
         report.sites.append(_prepare(linear, weight, change, pad_tokens))
         if isinstance(linear, Fp8ExpertLinear) and last[linear.around] is linear:
-            linear.around.take_apart()
+            linear.around.split_stacks()
     for module in model.modules():
         if (dispatch := getattr(module, "fp8_dispatch", None)) is not None:
             dispatch.stop("in inference experts pad their tokens, or have static scales")
@@ -190,7 +190,9 @@ def prepare_for_inference(
 
 def _weight_parameter(linear: Any) -> torch.Tensor | None:
     """The parameter that is or contains its weight; None for a tied or parametrised weight."""
-    parameter: torch.Tensor | None = linear.held if hasattr(linear, "fp8_sites") else linear.weight
+    parameter: torch.Tensor | None = (
+        linear.weight_parameter if hasattr(linear, "fp8_sites") else linear.weight
+    )
     return parameter
 
 
@@ -256,7 +258,7 @@ def _prepare(
     site.weights.forget()
     # Removes the training's precision phases: inference is always FP8.
     if hasattr(linear, "fp8_sites"):  # an nn linear: copies, and other devices, have their own sites
-        linear.fp8_group.run_in(PrecisionSchedule())
+        linear.fp8_group.set_phases(PrecisionSchedule())
         if change is not None:
             linear.fp8_sites.prepare(change)
     else:

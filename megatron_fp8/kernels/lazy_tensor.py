@@ -95,17 +95,17 @@ class LazyTensor(torch.Tensor):
         """The TileSource; None once computed. RuntimeError if an input was changed in place."""
         return self._cell.source
 
-    def written(self) -> torch.Tensor:
+    def materialize(self) -> torch.Tensor:
         """The values [..., cols], an ordinary contiguous tensor; the first call computes them."""
         return self._cell.write().view(self.shape)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the values."""
-        return self.written().__reduce_ex__(protocol)
+        return self.materialize().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copies the values."""
-        return memo.setdefault(id(self), self.written().clone())
+        return memo.setdefault(id(self), self.materialize().clone())
 
     def __repr__(self) -> str:  # type: ignore[override]
         state = "written" if self.source is None else f"of {self.source.kind}, not written"
@@ -148,7 +148,7 @@ def _make_lazy(
 
 def materialize(x: Any) -> Any:
     """A LazyTensor's values [..., cols]; anything else unchanged."""
-    return x.written() if isinstance(x, LazyTensor) else x
+    return x.materialize() if isinstance(x, LazyTensor) else x
 
 
 def source_of(x: torch.Tensor) -> Any:

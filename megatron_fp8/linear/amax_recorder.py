@@ -49,20 +49,20 @@ class DeferredRecord:
         measured = [_measure(x) for pair in zip(inputs, weights, strict=True) for x in pair]
         return cls(torch.stack(measured).view(-1, 2, 2), IterationCounts(), sites[0].state.must_end_first)
 
-    def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def to_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the record as tensors for a graph: ``measured``; counts and ``after_step``, int64 [7] on the CPU."""
         numbers = [*vars(self.counts).values(), int(self.after_step)]
         return self.measured, torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @staticmethod
     def empty(x: torch.Tensor, sites: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uninitialised tensors in the shapes of ``saved`` for this many sites, on x's device (any shape)."""
+        """Uninitialised tensors in the shapes of ``to_tensors`` for this many sites, on x's device (any shape)."""
         measured = x.new_empty((sites, 2, 2), dtype=torch.float32)
         return measured, torch.empty(7 if sites else 0, dtype=torch.int64, device="cpu")
 
     @classmethod
-    def restored(cls, measured: torch.Tensor, numbers: torch.Tensor) -> DeferredRecord:
-        """Rebuilds the record from ``saved``: measured float32 [sites, 2, 2], numbers int64 [7]."""
+    def from_tensors(cls, measured: torch.Tensor, numbers: torch.Tensor) -> DeferredRecord:
+        """Rebuilds the record from ``to_tensors``: measured float32 [sites, 2, 2], numbers int64 [7]."""
         *counts, after_step = numbers.tolist()
         record = cls(measured, IterationCounts(*counts), bool(after_step))
         record._memory = StorageWeakRef(numbers.untyped_storage())

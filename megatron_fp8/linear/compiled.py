@@ -161,7 +161,7 @@ def linear(
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns y [..., N]; codes and scales of x's columnwise sides as InputLayout has them (empty unless ``keeps``); the
-    tensors of ``stamps_to_tensors``; the tensors of ``DeferredRecord.saved`` (empty unless ``when`` is LATER).
+    tensors of ``stamps_to_tensors``; the tensors of ``DeferredRecord.to_tensors`` (empty unless ``when`` is LATER).
 
     Args:
         x, bias: [..., K], [N] or None.
@@ -197,7 +197,12 @@ def linear(
     saved = SavedInput(x.new_empty(0), x.new_empty(0))
     if keeps:
         saved = InputLayout(SideLayout.parse(layout), x.shape[-1]).pack(done.x, counts, x.device)
-    return done.y, *saved, *stamps, *(DeferredRecord.empty(x, 0) if deferred is None else deferred.saved())
+    return (
+        done.y,
+        *saved,
+        *stamps,
+        *(DeferredRecord.empty(x, 0) if deferred is None else deferred.to_tensors()),
+    )
 
 
 def _numbers(site: GemmSite, tokens: Tensor | None, x: Tensor) -> list[int]:
@@ -274,7 +279,7 @@ def linear_backward(
     parameters = [site.parameter(weight) for site, weight in zip(found, weights, strict=True)]
     found[0].state.activity.backwards += 1
     if len(counted):
-        DeferredRecord.restored(measured, counted).record(found)
+        DeferredRecord.from_tensors(measured, counted).record(found)
     with without_autocast(dy.device):
         saved_w: list[Operand | None] = [None] * len(found)
         if needs_dgrad:

@@ -86,7 +86,7 @@ class QuantizedTokens(torch.Tensor):
         """The decoded values, rounded once to dtype (default: the nominal one; exact in float32)."""
         return self.side.dequantize(dtype or self.dtype).view(self.shape)
 
-    def sent_by(self, send: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTokens:
+    def apply_to_rows(self, send: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTokens:
         """The tokens after a function that moves rows was applied to their bytes."""
         return self._with(send(self.rows))
 

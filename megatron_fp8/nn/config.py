@@ -164,7 +164,7 @@ class Fp8Config:
             warn=self.fallback == "warn",
         )
 
-    def differing(self, other: Fp8Config) -> dict[str, tuple[Any, Any]]:
+    def differences(self, other: Fp8Config) -> dict[str, tuple[Any, Any]]:
         """Settings that would make a linear run differently: name -> (this config's value, the other's)."""
         recipes = self.resolved_recipe, other.resolved_recipe
         names = recipe_name(recipes[0]), recipe_name(recipes[1])

@@ -39,7 +39,7 @@ class Fp8Conv1D(Fp8Layer, Conv1D):
         """The weight as [out_features, in_features]."""
         return weight if isinstance(weight, Fp8Parameter) else weight.t()
 
-    def laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
+    def to_stored_layout(self, matrix: torch.Tensor) -> torch.Tensor:
         """The matrix as [in_features, out_features]."""
         return matrix.t()
 

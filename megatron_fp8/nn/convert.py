@@ -157,7 +157,7 @@ def _check_converted(model: nn.Module, settings: Fp8Config) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, Fp8Layer) or skipped_by(name, module, settings) is not None:
             continue
-        differing = module.fp8_config.differing(settings)
+        differing = module.fp8_config.differences(settings)
         if differing:
             runs = ", ".join(f"{field}={own_value!r}" for field, (own_value, _) in differing.items())
             asked = ", ".join(f"{field}={its!r}" for field, (_, its) in differing.items())

@@ -80,14 +80,14 @@ class Fp8ExpertLinear(Fp8Layer):
         return getattr(self.around, self._stack.parameter)[self._number] if own is None else own
 
     @property
-    def held(self) -> torch.nn.Parameter | None:
+    def weight_parameter(self) -> torch.nn.Parameter | None:
         """The stack; the prepared weight after prepare_for_inference; None if the stack is parametrised."""
         own = self._parameters.get("weight")
         return self.around._parameters.get(self._stack.parameter) if own is None else own
 
     @property
     def sources(self) -> list[torch.nn.Parameter]:
-        """``held`` as a list, or the parameters from which torch computes the stack."""
+        """``weight_parameter`` as a list, or the parameters from which torch computes the stack."""
         own = self._parameters.get("weight")
         if own is not None:
             return [own]
@@ -102,7 +102,7 @@ class Fp8ExpertLinear(Fp8Layer):
             for parameter in parameters
         }
 
-    def trained(self) -> Iterator[torch.nn.Parameter]:
+    def trainable_parameters(self) -> Iterator[torch.nn.Parameter]:
         """The stack or its source parameters, and the module's other parameters."""
         yield from self.around.parameters(recurse=False)
         yield from self.sources
@@ -111,7 +111,7 @@ class Fp8ExpertLinear(Fp8Layer):
         """The slice as [out_features, in_features]."""
         return weight.t() if self._stack.transposed and not isinstance(weight, Fp8Parameter) else weight
 
-    def laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
+    def to_stored_layout(self, matrix: torch.Tensor) -> torch.Tensor:
         """The matrix in the stack's layout."""
         return matrix.t() if self._stack.transposed else matrix
 
@@ -160,7 +160,7 @@ class Fp8Experts(torch.nn.Module):
 
     def leave_group(self) -> None:
         """Undo ``join_group``. Weights prepared for inference are dequantized and stacked again."""
-        self.stack_again()
+        self.join_stacks()
         for linear in self.fp8_linears():
             linear.leave_group()
         for number in range(self.fp8_count):
@@ -275,7 +275,7 @@ class Fp8Experts(torch.nn.Module):
 
     # ---------------------------------------------------------------------------------------------------------- inference
 
-    def take_apart(self) -> None:
+    def split_stacks(self) -> None:
         """Split stacks of which some linears' weights became codes. The other linears get copies of their slices, and
         the stacks are freed."""
         for stack in self.fp8_stacks:
@@ -288,7 +288,7 @@ class Fp8Experts(torch.nn.Module):
                     linear._parameters["weight"] = plain
             del self._parameters[stack.parameter]
 
-    def _taken_apart(self) -> list[Stack]:
+    def _already_split(self) -> list[Stack]:
         return [stack for stack in self.fp8_stacks if "weight" in self.fp8_linears(stack)[0]._parameters]
 
     def _whole(self, stack: Stack) -> torch.Tensor:
@@ -297,12 +297,12 @@ class Fp8Experts(torch.nn.Module):
         for linear in self.fp8_linears(stack):
             weight = linear.weight.detach()
             is_fp8 = isinstance(weight, Fp8Parameter)
-            found.append(linear.laid_out(weight.dequantize()) if is_fp8 else weight)
+            found.append(linear.to_stored_layout(weight.dequantize()) if is_fp8 else weight)
         return torch.stack(found)
 
-    def stack_again(self) -> None:
-        """Undo ``take_apart``: stacks in high precision, without gradients."""
-        for stack in self._taken_apart():
+    def join_stacks(self) -> None:
+        """Undo ``split_stacks``: stacks in high precision, without gradients."""
+        for stack in self._already_split():
             self._parameters[stack.parameter] = torch.nn.Parameter(self._whole(stack), requires_grad=False)
             for linear in self.fp8_linears(stack):
                 del linear._parameters["weight"]
@@ -312,7 +312,7 @@ class Fp8Experts(torch.nn.Module):
     ) -> Any:
         """Has the keys and shapes of the unconverted module; FP8 weights are dequantized."""
         found = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        for stack in self._taken_apart():
+        for stack in self._already_split():
             for number in range(self.fp8_count):
                 del found[f"{prefix}{number}.{stack.label}.weight"]
             found[f"{prefix}{stack.parameter}"] = self._whole(stack)
@@ -325,7 +325,7 @@ class Fp8Experts(torch.nn.Module):
             if any(key in named or key.startswith(computed) for key in state_dict):
                 for linear in self.fp8_linears(stack):
                     self.fp8_group.loads(linear.fp8_sites)
-        for stack in self._taken_apart():
+        for stack in self._already_split():
             if (stacked := state_dict.pop(f"{prefix}{stack.parameter}", None)) is not None:
                 for number, linear in enumerate(self.fp8_linears(stack)):
                     matrix = (

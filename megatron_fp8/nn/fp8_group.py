@@ -167,7 +167,7 @@ class Fp8Group:
         if self.root is not None:
             yield from self.root.parameters()
         for linear in self.linears:
-            yield from linear.trained()
+            yield from linear.trainable_parameters()
 
     # --------------------------------------------------------------------------------------------------- state and sites
 
@@ -213,7 +213,7 @@ class Fp8Group:
         ]
         for linear, device in moved:
             linear.fp8_sites.leave(device)
-            linear.fp8_sites.quantize(linear.held, linear.fp8_device)
+            linear.fp8_sites.quantize(linear.weight_parameter, linear.fp8_device)
         for device in {device for _, device in moved}:
             self._leave_device(device)
 
@@ -229,7 +229,7 @@ class Fp8Group:
             for sites in self.sites:
                 sites.forget(device)
 
-    def run_in(self, phases: PrecisionSchedule) -> None:
+    def set_phases(self, phases: PrecisionSchedule) -> None:
         """Set the precision phases of the training, on all devices, including those used later."""
         self._phases = phases
         for state in self.states.values():
@@ -288,7 +288,7 @@ class Fp8Group:
     def before_optimizer_step(self) -> None:
         """Remember which weights are still as training left them."""
         if self.delays:
-            self._unwritten = self.trained_weights.unwritten(
+            self._unwritten = self.trained_weights.unchanged(
                 w for linear in self.linears for w in linear.sources
             )
 
@@ -310,7 +310,7 @@ class Fp8Group:
     def loads(self, sites: LinearSites) -> None:
         """Called before a linear's weight is loaded. Resets its histories unless ``resume`` has just loaded them."""
         if not self._resumed:
-            sites.start_again()
+            sites.reset_histories()
             for state in self.states.values():
                 state.weight_generation += 1
 

@@ -72,7 +72,7 @@ def freeze_weights(model: M) -> M:
         linear._parameters["weight"] = weight
         linear.fp8_site.weights.forget()
         if isinstance(linear, Fp8ExpertLinear) and last[linear.around] is linear:
-            linear.around.take_apart()
+            linear.around.split_stacks()
     for group in groups_of(model):
         group.frozen = True
     save_in_high_precision(model)
@@ -97,7 +97,7 @@ def dequantize_weights(model: M, dtype: torch.dtype | None = None) -> M:
         if not isinstance(weight, Fp8Parameter) or weight.is_gathered:
             continue
         if id(weight._stored) not in values:
-            matrix = linear.laid_out(weight.dequantize(dtype)).contiguous()
+            matrix = linear.to_stored_layout(weight.dequantize(dtype)).contiguous()
             values[id(weight._stored)] = torch.nn.Parameter(matrix, requires_grad=False)
         linear._parameters["weight"] = values[id(weight._stored)]
         if isinstance(linear, Fp8ExpertLinear):
@@ -105,7 +105,7 @@ def dequantize_weights(model: M, dtype: torch.dtype | None = None) -> M:
     if not values:
         raise ValueError(f"{type(model).__name__} has no weight that freeze_weights made codes")
     for experts in stacks:
-        experts.stack_again()
+        experts.join_stacks()
     for group in groups_of(model):
         group.frozen = False
     return model
@@ -115,8 +115,8 @@ def _freezes(linear: Fp8Layer) -> bool:
     """Whether this linear's weight becomes codes."""
     if not isinstance(linear, (Fp8Linear, Fp8ExpertLinear)):
         return False
-    quantized = linear.held is not None and linear.fp8_site.casts["weight"].rowwise is not None
-    return quantized and not isinstance(linear.held, Fp8Parameter)
+    quantized = linear.weight_parameter is not None and linear.fp8_site.casts["weight"].rowwise is not None
+    return quantized and not isinstance(linear.weight_parameter, Fp8Parameter)
 
 
 def _check(model: torch.nn.Module, linears: dict[str, Fp8Layer]) -> None:
@@ -127,7 +127,7 @@ def _check(model: torch.nn.Module, linears: dict[str, Fp8Layer]) -> None:
             " get_peft_model"
         )
     for name, linear in linears.items():
-        weight, quantizer = linear.held, linear.fp8_site.casts["weight"].rowwise
+        weight, quantizer = linear.weight_parameter, linear.fp8_site.casts["weight"].rowwise
         assert quantizer is not None
         if hasattr(weight, "to_local") or hasattr(weight, "fsdp_pre_all_gather"):
             raise ValueError(
@@ -165,7 +165,7 @@ def _save_pretrained(
             key = tensor.codes[0].data_ptr()
             if key not in dequantized:
                 layer = model.get_submodule(name.rpartition(".")[0])
-                dequantized[key] = layer.laid_out(tensor.dequantize()).contiguous()
+                dequantized[key] = layer.to_stored_layout(tensor.dequantize()).contiguous()
             tensor = dequantized[key]
         plain[name] = tensor
     return type(model).save_pretrained(model, save_directory, *args, state_dict=plain, **options)

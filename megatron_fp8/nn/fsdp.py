@@ -63,7 +63,7 @@ def enable_fp8_all_gather(model: torch.nn.Module) -> list[str]:
     for name, linear in linears.items():
         if not isinstance(linear, Fp8Linear):
             continue
-        weight = linear.held
+        weight = linear.weight_parameter
         if weight is None:  # parametrised: its source parameters are gathered
             continue
         if hasattr(weight, "to_local"):
@@ -241,7 +241,7 @@ class GatheredAsCodes(torch.Tensor):
         weight_generation = fp8_group.state(self._value.device).weight_generation
         if self._amax is None or self._amax[0] != (weight_generation, self._value._version):
             # Not to_local(): it returns a new tensor object each time, and this one caches the amax.
-            local = [getattr(linear.held, "_local_tensor", None) for linear in fp8_group.linears]
+            local = [getattr(linear.weight_parameter, "_local_tensor", None) for linear in fp8_group.linears]
             stale = {id(s): s for s in local if isinstance(s, GatheredAsCodes) and s.device == self.device}
             shards = list({**stale, id(self): self}.values())
             amaxes = torch.stack([compute_amax(shard._value.to(dtype)) for shard in shards])

@@ -64,18 +64,18 @@ class Fp8Layer(torch.nn.Module):
     @property
     def fp8_device(self) -> torch.device:
         """Device of its weight. Reads parameters, because computing a parametrised weight may change them."""
-        if (held := self.held) is not None:
-            return held.device
+        if (weight := self.weight_parameter) is not None:
+            return weight.device
         tensors = (*self.sources, vars(self).get("weight"), *self.buffers(), *self.parameters())
         device = next((tensor.device for tensor in tensors if tensor is not None), self.fp8_sites.ready_on)
         return self.weight.device if device is None else device
 
-    def trained(self) -> Iterator[torch.nn.Parameter]:
+    def trainable_parameters(self) -> Iterator[torch.nn.Parameter]:
         """Parameters that an optimizer updates."""
         yield from self.parameters()
 
     @property
-    def held(self) -> torch.nn.Parameter | None:
+    def weight_parameter(self) -> torch.nn.Parameter | None:
         """The parameter that is or contains its weight; None for a computed weight."""
         return self._parameters.get("weight")
 
@@ -96,7 +96,7 @@ class Fp8Layer(torch.nn.Module):
         """``weight``, in this layer's layout, as [out_features, in_features]: the tensor itself or a view."""
         return weight
 
-    def laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
+    def to_stored_layout(self, matrix: torch.Tensor) -> torch.Tensor:
         """A matrix [out_features, in_features] in the unconverted layer's layout: the tensor itself or a view."""
         return matrix
 
@@ -130,7 +130,7 @@ class Fp8Layer(torch.nn.Module):
 
     def make_sites(self) -> bool:
         """Create the sites that a call needs now. Returns whether any was missing."""
-        return self.fp8_sites.get_ready(self.fp8_device, current_autocast_state().recipe)
+        return self.fp8_sites.create_sites(self.fp8_device, current_autocast_state().recipe)
 
     def _prepare_sites(self) -> None:
         """make_sites, also where torch.compile traces."""
@@ -155,7 +155,9 @@ class Fp8Layer(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         keys = [key for key in state_dict if key.startswith(prefix) and key != f"{prefix}bias"]
-        if f"{prefix}weight" in keys or (keys and self.held is None):  # or the sources of a computed weight
+        if f"{prefix}weight" in keys or (
+            keys and self.weight_parameter is None
+        ):  # or the sources of a computed weight
             self.fp8_group.loads(self.fp8_sites)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -222,7 +224,7 @@ class Fp8Layer(torch.nn.Module):
     ) -> torch.Tensor:
         """y [..., N] from the unconverted layer's forward. ``observe``: record amaxes for delayed scaling."""
         if isinstance(weight, Fp8Parameter):
-            weight = self.laid_out(weight.dequantize())
+            weight = self.to_stored_layout(weight.dequantize())
         y = self.plain_forward(x, weight)
         if not torch.compiler.is_compiling():
             self.fp8_sites.called = True

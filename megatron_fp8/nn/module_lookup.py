@@ -70,4 +70,4 @@ def _merge(group: Fp8Group, linears: dict[str, Fp8Layer]) -> None:
     for name, site in recorded.items():
         transfer_state(site, linears[name].fp8_site)
     for linear in linears.values():
-        linear.fp8_sites.quantize(linear.held, linear.fp8_device)
+        linear.fp8_sites.quantize(linear.weight_parameter, linear.fp8_device)

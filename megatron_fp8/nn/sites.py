@@ -111,7 +111,7 @@ class LinearSites:
 
     # ------------------------------------------------------------------------------------------------------ creation
 
-    def get_ready(self, device: torch.device, recipe: Recipe | None) -> bool:
+    def create_sites(self, device: torch.device, recipe: Recipe | None) -> bool:
         """Create the sites for a call on this device: those of all linears of the group there, so that all ranks have
         the same slots in the same order; and this linear's site for fp8_autocast's recipe. Returns whether anything was
         missing."""
@@ -211,12 +211,12 @@ class LinearSites:
                 self._pending.pop(label, None)
                 _load_histories(site, saved.get(label, {}))
 
-    def start_again(self) -> None:
+    def reset_histories(self) -> None:
         """Reset all histories, because another weight replaces theirs."""
         self._pending = {}
         for site in self.table.values():
             for slot in delayed_slots(site).values():
-                slot.arena.start_again(slot)
+                slot.arena.reset_history(slot)
 
     def weight_facts(self) -> WeightFacts:
         """Facts about the weight since its scale was computed."""
@@ -281,7 +281,7 @@ class LinearSites:
             transfer_state(source, copied.on(device))
         copies = [(weight, memo.get(id(weight))) for weight in linear.sources]
         copied.group.trained_weights.record_copies(self.group.trained_weights, self.name, copies)
-        copied.quantize(memo.get(id(linear.held)), device)
+        copied.quantize(memo.get(id(linear.weight_parameter)), device)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -115,7 +115,11 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, Fp8Layer]]:
 def _saved_amax(linear: Fp8Layer) -> torch.Tensor:
     """float32 [1] on the CPU: the weight's amax if training may have left it beyond its scale, else 0; Inf if
     unknown."""
-    if linear.held is None or hasattr(linear.held, "to_local") or linear.fp8_device.type == "meta":
+    if (
+        linear.weight_parameter is None
+        or hasattr(linear.weight_parameter, "to_local")
+        or linear.fp8_device.type == "meta"
+    ):
         return torch.full((1,), math.inf, device="cpu", dtype=torch.float32)
     facts = linear.fp8_sites.weight_facts()
     if facts.limit == 1:

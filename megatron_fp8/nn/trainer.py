@@ -228,7 +228,7 @@ class Fp8Trainer:
         names = [name for sites in members for name in (sites.name or STANDALONE, *sites.also)]
         check_overrides_match(dict.fromkeys(phases.parts), names, "healing_parts")
         for group in groups:
-            group.run_in(phases)
+            group.set_phases(phases)
 
     def _reducing(self, last: bool) -> Any:
         """Context: DistributedDataParallel reduces gradients once a step, in the backward of the last microbatch."""

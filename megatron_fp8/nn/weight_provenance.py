@@ -73,7 +73,7 @@ class TrainedWeights:
             elif id(weight) not in self._records:
                 self._records[id(weight)] = _Record.now(weight, frozen=not weight.requires_grad)
 
-    def unwritten(self, weights: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    def unchanged(self, weights: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         """The weights unchanged since their record."""
         records = ((weight, self._records.get(id(weight))) for weight in weights)
         return [weight for weight, record in records if record is not None and record.unchanged(weight)]

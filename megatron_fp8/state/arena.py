@@ -191,7 +191,7 @@ class Arena:
         was_warm, slot.warm = slot.warm, bool(saved["warm"])
         histories.cold += was_warm - slot.warm
 
-    def start_again(self, slot: Slot) -> None:
+    def reset_history(self, slot: Slot) -> None:
         """Clears a delayed slot's history: the slot is cold again, like that of a tensor that was never cast.
 
         Its scale stays for captured CUDA graphs, which have no cold start: their next replay uses it and computes a

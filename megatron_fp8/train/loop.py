@@ -226,7 +226,7 @@ class Trainer:
         """Raise TrainingFailed on all ranks if replicated state differs between ranks after an iteration."""
         if iteration == self._compared:
             return
-        if problem := self.stepper.differing():
+        if problem := self.stepper.describe_differences():
             raise TrainingFailed(
                 f"training failed: after iteration {iteration} {problem}. A memory or a processor has changed bits, which"
                 f" no step can mend. {self._remedy(iteration - 1)}; where it comes again, leave that rank's node out."

@@ -127,7 +127,7 @@ class Stepper:
         dist.all_reduce(damaged)
         return bool(damaged)
 
-    def differing(self) -> str:
+    def describe_differences(self) -> str:
         """Describe replicated state that differs between ranks; '' if none does. Collective; one pass over it."""
         return describe_differences(self.chunks, self.optimizer, redundant=is_deterministic(self.run.train))
 

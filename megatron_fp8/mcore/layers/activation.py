@@ -116,7 +116,7 @@ class _DeferredSwiGLU(torch.autograd.Function):
         dweights = None
         if weights is not None and ctx.needs_input_grad[1]:
             dweights = swiglu_weight_grad(dy, x).view(weights.shape).to(weights.dtype)
-        return dx if ctx.deferred_grad else dx.written(), dweights, None, None
+        return dx if ctx.deferred_grad else dx.materialize(), dweights, None, None
 
 
 def _deferred_swiglu(x: torch.Tensor, weights: torch.Tensor | None, store: bool) -> torch.Tensor | None:

@@ -162,7 +162,7 @@ class Dispatch:
         result: torch.Tensor = _Gradients.apply(y, self)
         return result
 
-    def coded(self, x: torch.Tensor, role: str, *, record: bool) -> QuantizedTokens:
+    def quantize(self, x: torch.Tensor, role: str, *, record: bool) -> QuantizedTokens:
         """Quantizes x [..., hidden] as the role."""
         site, matrix = self.fp8_site, x.reshape(-1, x.shape[-1])
         quantizer = site.casts[role].rowwise
@@ -183,14 +183,14 @@ class Dispatch:
         # Experiments and the guard change plans.
         plans = [linear.fp8_site.active_site.plan for linear in linears]
         refusals = (refusal(plan, role, quantizer.rule) for plan in plans)
-        why = self._refused_elsewhere(role) or next(filter(None, refusals), None)
+        why = self._refused_on_other_ranks(role) or next(filter(None, refusals), None)
         if self.fp8_site.state.experiment:
-            return self._everywhere(run_here and why is None)
+            return self._on_all_ranks(run_here and why is None)
         if why is not None:
             self._note(role, None, why)
         return run_here and why is None
 
-    def _everywhere(self, yes: bool) -> bool:
+    def _on_all_ranks(self, yes: bool) -> bool:
         """Whether ``yes`` holds on all ranks that share the layer's experts. Collective over them."""
         if not parallel_state.model_parallel_is_initialized():
             return yes
@@ -199,7 +199,7 @@ class Dispatch:
         dist.all_reduce(all_of_them, op=dist.ReduceOp.MIN, group=group)
         return bool(all_of_them)
 
-    def _refused_elsewhere(self, role: str) -> str | None:
+    def _refused_on_other_ranks(self, role: str) -> str | None:
         """Why some expert of the layer, on any rank, reads no codes in this phase; None if all do, as far as known."""
         state = self.fp8_site.state
         if state.phase != "healing" or (quantizer := self.fp8_site.casts[role].rowwise) is None:
@@ -268,7 +268,7 @@ class _Tokens(torch.autograd.Function):
         no_weight = x.new_empty(0, x.shape[-1])
         options: Any = {"training": training, "when": when}
         with count_forward([ctx.site], [x], [no_weight], **options) as (record, ctx.deferred):
-            return dispatch.coded(x, "input", record=record)
+            return dispatch.quantize(x, "input", record=record)
 
     @staticmethod
     @first_derivative_only
@@ -289,7 +289,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.dispatch.coded(grad, "grad_output", record=True), None
+        return ctx.dispatch.quantize(grad, "grad_output", record=True), None
 
 
 _WHY = "tokens and gradients in FP8 are sent as bytes"
@@ -374,7 +374,7 @@ def _send_rows(rows: torch.Tensor, forward: _Send, backward: _Send) -> Any:
 
 
 def _apply(rows: torch.Tensor, send: _Send) -> torch.Tensor:
-    return rows.sent_by(send) if isinstance(rows, QuantizedTokens) else send(rows)
+    return rows.apply_to_rows(send) if isinstance(rows, QuantizedTokens) else send(rows)
 
 
 class _SendRows(torch.autograd.Function):

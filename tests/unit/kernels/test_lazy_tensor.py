@@ -49,7 +49,7 @@ def test_it_looks_like_the_matrix_and_names_of_it_write_nothing():
     x.sum()
     for name in (x, *names):
         assert name.source is None and "not written" not in repr(name)
-    assert_same_bytes(names[1].written(), VALUES.view(12, 40))
+    assert_same_bytes(names[1].materialize(), VALUES.view(12, 40))
     with pytest.raises(RuntimeError, match="invalid"):
         made().view(7, -1)
 
@@ -138,7 +138,7 @@ def test_it_is_computed_once_and_writes_in_place_arrive():
         x.add_(1)
         other.mul_(2)
     assert calls == {"write_values of norm": 1}, calls
-    assert_same_bytes(x.written(), (VALUES + 1) * 2)
+    assert_same_bytes(x.materialize(), (VALUES + 1) * 2)
     with launched() as calls:
         native.quantize(x.view(12, 40), RECIPES["mxfp8"].rule("input"), "both")
     assert calls == {"quantize_tiles": 1}, "what was written is read"
@@ -157,7 +157,7 @@ def test_inputs_must_not_change_before_it_is_read():
                 read(late)
     with torch.inference_mode():
         y = LazyTensor(normalized(randn(12, 40, seed=1).to(DEVICE), GAMMA), (12, 40))
-        assert_same_bytes(y.written(), VALUES.view(12, 40))
+        assert_same_bytes(y.materialize(), VALUES.view(12, 40))
 
 
 def test_it_is_pickled_as_its_values():

@@ -93,7 +93,7 @@ def test_phases_hold_on_devices_that_come_later():
     model = convert_to_fp8(Tower())
     model(batch(0))
     group = model.up.fp8_group
-    group.run_in(PrecisionSchedule(0.5, 0.0, 4))
+    group.set_phases(PrecisionSchedule(0.5, 0.0, 4))
     assert group.state(CPU).phase == group.state(META).phase == "warm-up"
 
 
