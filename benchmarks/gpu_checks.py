@@ -181,7 +181,11 @@ def gemms(machine: Machine, name: str, sizes: Sequence[tuple[int, int, int]] = G
                     off = 0.0 if overflow else float((error / size.clamp(min=1e-30)).max())
                     assert off <= GEMM_BOUND[fast], f"{which} {m} x {n} x {k} {dtype}: {off:.1e} of |a| |b|"
                     worst[fast] = max(worst[fast], off)
-    return f"off by at most {worst[True]:.1e} (fprop), {worst[False]:.1e} (others) of |a| |b|"
+    parts = [f"off by at most {worst[True]:.1e} (fprop), {worst[False]:.1e} (others) of |a| |b|"]
+    if machine.backend is native:
+        requests = native.requests(chosen, products.refusals(machine.device, native.multiply))
+        parts += [f"{which} of {request}" for which, request in requests.items()]
+    return "; ".join(parts)
 
 
 def own_products(machine: Machine, name: str) -> str:

@@ -149,7 +149,7 @@ def test_this_packages_product_is_checked_where_torch_has_its_own(
         verdict, detail, _ = gpu_child.judged(lambda: check(machine), machine)
     assert fake.calls and set(fake.calls) == {"block", "block 1d"}, "what the recipe's support was asked for"
     assert verdict == ("PASS" if off == 1 else "FAIL"), detail
-    assert detail.endswith("of |a| |b|; experts") == (off == 1), detail
+    assert detail.endswith("-> bfloat16 by kernels/block_matmul.py; experts") == (off == 1), detail
 
 
 def test_dry_benchmark():
