@@ -115,6 +115,13 @@ def build(run: Any, config: Any, tokenizer: Any, vocab_size: int, launch: Any, s
     saves = checkpoints.Checkpoints(run, folders, chunks, optimizer, scheduler, facts)
     sizes = (vocab_size, config.hidden_size, config.num_layers, run.train.seq_length)
     flops = model_flops_per_token(parameters.get("active", parameters["non_embedding"]), *sizes)
+    done = start.iteration >= run.train.train_iters
+    if done and start.folder is not None and not folders.has(start.folder):
+        if launch.rank == 0:
+            print(
+                *map(printable, [*start.lines, no_iterations_left(run, start.folder)]), sep="\n", flush=True
+            )
+        return None
     return _trainer(stepper, start, folders, launch, report, saves, resume, flops, prefixes)
 
 
@@ -128,20 +135,11 @@ def _trainer(
     resume: Callable[[Any], checkpoints.Start],
     flops_per_token: float,
     prefixes: list[str],
-) -> Trainer | None:
-    """Move what earlier runs left, open the run's records, and write its config and report.
-
-    Returns None if no iteration is left of another run's checkpoint.
-    """
+) -> Trainer:
+    """Move what earlier runs left, open the run's records, and write its config and report."""
     run, chunks, first = stepper.run, stepper.chunks, launch.rank == 0
     continues, folder = folders.has(start.folder), Path(run.run_dir)
     done = start.iteration >= run.train.train_iters
-    if done and start.folder is not None and not continues:
-        if first:
-            print(
-                *map(printable, [*start.lines, no_iterations_left(run, start.folder)]), sep="\n", flush=True
-            )
-        return None
     if not continues:
         start.lines += folders.keep_earlier(start.folder, stepper.watchdog.folder)
     elif start.folder is not None:
@@ -152,28 +150,10 @@ def _trainer(
     if first:
         entropy = report["bigram_entropy"]
         print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
-        print(*map(printable, start.lines), sep="\n", end="\n" if start.lines else "", flush=True)
+        writer, display = _records(run, start, recorded)
         with name_folder_error("run_dir", folder):
-            writer = MetricsWriter(folder, recorded, start.before)
             unvalidated = done and bool(run.train.eval_iters) and lacks_validation(folder, start.iteration)
-        if start.folder is not None:
-            writer.event(recorded, "restart", f"goes on from {start.folder}")
-        display = Display(run.train.train_iters, run.train.log_interval, start.iteration, start.skipped)
-        if run.telemetry.settings().misses(start.iteration + 1, run.train.train_iters):
-            print(
-                f"telemetry   measures none of the iterations {start.iteration + 1} to {run.train.train_iters}: look at"
-                " telemetry.every and its windows",
-                flush=True,
-            )
-    with name_folder_error("run_dir", folder):
-        telemetry = Telemetry(
-            chunks,
-            run.telemetry.settings(),
-            folder=folder,
-            wandb=run.telemetry.wandb,
-            finished=recorded,
-            say=display.say if display else print,
-        )
+    telemetry = _telemetry(run, chunks, recorded, display.say if display else print)
     rewinds = None
     if most := run.train.rewind_on_spike:
         every = run.checkpoint.save_interval
@@ -205,6 +185,38 @@ def _trainer(
         telemetry=telemetry,
         unvalidated=done and parallel.on_first_rank(lambda: unvalidated),
     )
+
+
+def _records(run: Any, start: checkpoints.Start, recorded: int) -> tuple[MetricsWriter, Display]:
+    """Print the start's lines and open the run's records, which hold ``recorded`` iterations. First rank only."""
+    print(*map(printable, start.lines), sep="\n", end="\n" if start.lines else "", flush=True)
+    folder = Path(run.run_dir)
+    with name_folder_error("run_dir", folder):
+        writer = MetricsWriter(folder, recorded, start.before)
+    if start.folder is not None:
+        writer.event(recorded, "restart", f"goes on from {start.folder}")
+    display = Display(run.train.train_iters, run.train.log_interval, start.iteration, start.skipped)
+    if run.telemetry.settings().misses(start.iteration + 1, run.train.train_iters):
+        print(
+            f"telemetry   measures none of the iterations {start.iteration + 1} to {run.train.train_iters}: look at"
+            " telemetry.every and its windows",
+            flush=True,
+        )
+    return writer, display
+
+
+def _telemetry(run: Any, chunks: list[Any], recorded: int, say: Callable[[str], Any]) -> Telemetry:
+    """Open the run's telemetry, which holds ``recorded`` iterations. Collective."""
+    folder = Path(run.run_dir)
+    with name_folder_error("run_dir", folder):
+        return Telemetry(
+            chunks,
+            run.telemetry.settings(),
+            folder=folder,
+            wandb=run.telemetry.wandb,
+            finished=recorded,
+            say=say,
+        )
 
 
 def _watchdog(run: Any, launch: Any) -> Any:
