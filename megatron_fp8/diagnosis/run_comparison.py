@@ -1,10 +1,7 @@
 """The first difference of two runs on the same data: in loss, telemetry and checkpoints.
 
 Within an iteration a difference spreads forward through the sites and back through their gradients. So in the
-first iteration that differs, the first differing tensor in that order is the origin. Records are in the order
-in which the model created its modules. This is the order of computation except for Megatron-Core's attention,
-which creates ``linear_proj`` before the layers that feed it. For other models the module order is assumed to
-be the order of computation.
+first iteration that differs, the first differing tensor in that order is the origin.
 """
 
 from __future__ import annotations
@@ -19,13 +16,12 @@ import torch
 
 from ..files.checkpoint import complete_checkpoints, read_metadata, read_tensor
 from ..state.arena import is_slot_key
+from ..telemetry.health import execution_place, forward_order
 from ..telemetry.telemetry import FILE, NO_STATISTICS
 from ..train.run_record import FolderNotKnown, RunRecord
 
 Record = dict[str, Any]
 
-_FORWARD = ("input", "weight", "output")
-_BACKWARD = ("grad_output", "dgrad", "wgrad")
 _SAME_DATA = {
     "train": ("seed", "global_batch_size", "seq_length", "train_iters"),
     "data": ("paths", "split", "tokenizer"),
@@ -126,6 +122,14 @@ def _telemetry(ours: Path, theirs: Path, report: dict[str, Any]) -> list[str]:
                 f"telemetry   {words} in iteration {found.iteration}, {found.site}, {found.tensor}:"
                 f" {found.statistic} {a} and {b}"
             )
+    grown = largest_of_weights(first, second, 0.05)
+    report["telemetry_weight"] = None if grown is None else vars(grown)
+    if grown is not None:
+        a, b = grown.values
+        lines.append(
+            f"weights     one differs by 5 % first in iteration {grown.iteration}, most {grown.site}:"
+            f" {grown.statistic} {a:.4g} and {b:.4g}"
+        )
     return lines
 
 
@@ -187,13 +191,37 @@ def first_divergence(ours: Sequence[Record], theirs: Sequence[Record], tolerance
     common = [record for record in ours if _key(record) in other]
     if not common:
         raise ValueError("the two runs' telemetry has no iteration, site and tensor in common")
-    order = _forward_order(dict.fromkeys(record["site"] for record in ours))
+    order = forward_order(dict.fromkeys(record["site"] for record in ours))
     for iteration in sorted({record["iteration"] for record in common}):
         here = [record for record in common if record["iteration"] == iteration]
-        for record in sorted(here, key=lambda record: _order_key(record, order)):
+        for record in sorted(here, key=lambda record: execution_place(record, order)):
             if found := _worst(record, other[_key(record)], tolerance):
                 return found
     return None
+
+
+def largest_of_weights(
+    ours: Sequence[Record], theirs: Sequence[Record], tolerance: float
+) -> Divergence | None:
+    """The largest relative difference of weights' norms, in the first iteration that has one above ``tolerance``.
+
+    Training is chaotic: once runs differ, activations and gradients soon differ everywhere, and weights' norms hardly.
+    """
+    first, second = ({_key(r): r for r in records if r["tensor"] == "weight"} for records in (ours, theirs))
+    name = "l2_norm"
+    found = [
+        Divergence(*key, name, (a, b), relative)
+        for key, record in first.items()
+        if key in second
+        and math.isfinite(a := _number(record.get(name)))
+        and math.isfinite(b := _number(second[key].get(name)))
+        and (relative := relative_difference(a, b)) > tolerance
+    ]
+    return min(found, key=lambda one: (one.iteration, -one.relative), default=None)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def common_iterations(ours: Iterable[Record], theirs: Iterable[Record]) -> list[int]:
@@ -205,38 +233,35 @@ def _key(record: Record) -> tuple[Any, Any, Any]:
     return record["iteration"], record["site"], record["tensor"]
 
 
-def _order_key(record: Record, order: dict[str, int]) -> tuple[int, int, int]:
-    """Sort key of its position in the iteration: forward, then backward in reverse."""
-    tensor, place = record["tensor"].partition(".")[0], order[record["site"]]
-    if tensor in _FORWARD:
-        return 0, place, _FORWARD.index(tensor)
-    return 1, -place, _BACKWARD.index(tensor) if tensor in _BACKWARD else len(_BACKWARD)
-
-
-def _forward_order(sites: Iterable[str]) -> dict[str, int]:
-    """Site -> position in the forward pass, for sites in module order."""
-    found = list(sites)
-    last = {name.rpartition(".")[0]: place for place, name in enumerate(found)}
-
-    def when(place: int) -> tuple[int, bool]:
-        module, _, name = found[place].rpartition(".")
-        projects = name == "linear_proj"
-        return (last[module] if projects else place), projects
-
-    return {found[place]: number for number, place in enumerate(sorted(range(len(found)), key=when))}
+_SCALES = {"mean": "std", "min": "cur_amax", "max": "cur_amax"}
+"""Statistic -> the one that its difference is relative to: a mean of zero changes by any factor."""
+_NOISE = ("dynamic_range", "kurtosis", "max_blockwise_dynamic_range")
+"""Statistics that a single value makes: above no tolerance but 0."""
 
 
 def _worst(ours: Record, theirs: Record, tolerance: float) -> Divergence | None:
     worst: Divergence | None = None
     for name, our_value in ours.items():
-        if name in NO_STATISTICS or name not in theirs:
+        if name in NO_STATISTICS or name not in theirs or (tolerance and name.startswith(_NOISE)):
             continue
         relative = relative_difference(our_value, theirs[name])
+        if tolerance and math.isfinite(relative):
+            relative = _of_its_scale(name, ours, theirs, relative)
         if relative > tolerance and (worst is None or relative > worst.relative):
             worst = Divergence(
                 ours["iteration"], ours["site"], ours["tensor"], name, (our_value, theirs[name]), relative
             )
     return worst
+
+
+def _of_its_scale(name: str, ours: Record, theirs: Record, relative: float) -> float:
+    """The difference over the statistic's scale, if both records have it; of percentages in parts of all values."""
+    if "%" in name:
+        return abs(ours[name] - theirs[name]) / 100
+    scale = _SCALES.get(name)
+    values = [record.get(scale) for record in (ours, theirs)] if scale else []
+    usable = [value for value in values if isinstance(value, (int, float)) and math.isfinite(value) and value]
+    return abs(ours[name] - theirs[name]) / max(usable) if len(usable) == 2 else relative
 
 
 def relative_difference(a: Any, b: Any) -> float:

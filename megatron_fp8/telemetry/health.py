@@ -53,29 +53,52 @@ class FirstBad:
         return first_records
 
 
-def by_origin(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The records with NaN or Inf, the likeliest origin first.
+_FORWARD = ("input", "weight", "output")
+_BACKWARD = ("grad_output", "dgrad", "wgrad")
 
-    A weight's NaN spreads to all later layers, a forward tensor's too, and a gradient's to all earlier ones.
+
+def forward_order(sites: Iterable[str]) -> dict[str, int]:
+    """Site -> position in the forward pass, for sites in module order.
+
+    Module order is the order of computation except for Megatron-Core's attention, which creates ``linear_proj`` before
+    the layers that feed it. For other models it is assumed to be so.
+    """
+    found = list(sites)
+    last = {name.rpartition(".")[0]: place for place, name in enumerate(found)}
+
+    def when(place: int) -> tuple[int, bool]:
+        module, _, name = found[place].rpartition(".")
+        projects = name == "linear_proj"
+        return (last[module] if projects else place), projects
+
+    return {found[place]: number for number, place in enumerate(sorted(range(len(found)), key=when))}
+
+
+def execution_place(record: Mapping[str, Any], order: Mapping[str, int]) -> tuple[int, int, int]:
+    """Sort key of a record's position in the iteration: forward, then backward in reverse.
+
+    ``order``: ``forward_order`` of the sites.
+    """
+    tensor, place = record["tensor"].partition(".")[0], order[record["site"]]
+    if tensor in _FORWARD:
+        return 0, place, _FORWARD.index(tensor)
+    return 1, -place, _BACKWARD.index(tensor) if tensor in _BACKWARD else len(_BACKWARD)
+
+
+def by_origin(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The records with NaN or Inf, the likeliest origin first: a weight, else the first in the order of execution.
 
     Args:
         records: of one iteration, in the model's order.
     """
     bad = [record for record in records if record.get("nonfinite", 0.0) > 0]
-    places = {site: place for place, site in enumerate(dict.fromkeys(record["site"] for record in bad))}
-
-    def order(record: Mapping[str, Any]) -> tuple[int, int]:
-        place = places[record["site"]]
-        if record["tensor"].partition(".")[0] == "weight":
-            return 0, place
-        return (1, place) if is_of_forward(record) else (2, -place)
-
-    return sorted(bad, key=order)
+    order = forward_order(dict.fromkeys(record["site"] for record in bad))
+    return sorted(bad, key=lambda record: (record["tensor"] != "weight", execution_place(record, order)))
 
 
 def is_of_forward(record: Mapping[str, Any]) -> bool:
     """Whether the record's tensor exists before any backward."""
-    return record["tensor"].partition(".")[0] in _SHOWN_BY_FORWARD
+    return record["tensor"].partition(".")[0] in _FORWARD
 
 
 def limit_line(fresh: list[dict[str, Any]]) -> str:
@@ -90,7 +113,6 @@ def limit_line(fresh: list[dict[str, Any]]) -> str:
     )
 
 
-_SHOWN_BY_FORWARD = {"input", "weight", "output"}
 _NAMED = 5
 
 
@@ -115,9 +137,7 @@ class MissingStats:
             fused: sites of this rank whose GEMM adds wgrad to main_grad.
         """
         seen = {record["site"] for record in records}
-        silent = dict.fromkeys(
-            site for site, tensor in requested if tensor in _SHOWN_BY_FORWARD and site not in seen
-        )
+        silent = dict.fromkeys(site for site, tensor in requested if tensor in _FORWARD and site not in seen)
         self._warn(
             silent,
             f"telemetry: iteration {iteration} has no figures of",

@@ -10,6 +10,7 @@ or Inf.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from ...mcore.optimizer.optimizer_setup import parts_of
 from ...mcore.runtime import state_of, unwrap
 from ...state.amax_history import AmaxRingBuffer
 from ...state.collectives import first_rank_with, own_device
+from ...telemetry.health import forward_order
 
 PARTS = 16
 """Number of iterations for one pass over everything."""
@@ -105,6 +107,7 @@ def _is_damaged(tensor: torch.Tensor | AmaxRingBuffer) -> torch.Tensor:
 
 _KINDS = ("state", "weight", "scale", "cast", "backward cast", "gradient")
 _OF_BACKWARD = ("backward cast", "gradient")
+_SLOT = re.compile(r"\.(input|weight|grad_output)(\.\w+)?$")  # a slot's name after its site's
 _PLACES, _STAGES = 24, 12  # bits of the sort key of kind, stage and place
 
 
@@ -148,7 +151,9 @@ def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:
                         slot.index,
                         f"the {words} of {slot.name} was a number that no cast can have made",
                     )
+    order = forward_order(name.removesuffix(".weight") for name, _ in parameters)
     slots = [(arena, slot) for arena in arenas for slot in arena.slots]
+    slots.sort(key=lambda pair: order.get(_SLOT.sub("", pair[1].name), len(order)))
     # A gradient that is cast for each GEMM has a second slot, SITE.grad_output.wgrad.
     forward, backward = (
         [p for p in slots if (".grad_output" in p[1].name) == last] for last in (False, True)

@@ -5,7 +5,11 @@ import math
 
 import pytest
 
-from megatron_fp8.diagnosis.run_comparison import first_divergence, relative_difference
+from megatron_fp8.diagnosis.run_comparison import (
+    first_divergence,
+    largest_of_weights,
+    relative_difference,
+)
 
 SITES = ("layers.0.fc1", "layers.0.fc2", "layers.1.fc1")
 TENSORS = ("input", "weight", "grad_output", "output", "dgrad", "wgrad")
@@ -78,6 +82,41 @@ def test_what_is_within_the_tolerance_is_passed_over():
     other = _changed((1, "layers.0.fc1", "input"), value=2.02)
     assert first_divergence(_records(), other, 0.05) is None
     assert first_divergence(_records(), other, 0.0).iteration == 1
+
+
+@pytest.mark.parametrize(
+    ("statistic", "both", "small", "large"),
+    [
+        ("mean", (0.001, {"std": 1.0}), -0.02, 0.2),  # of zero on average: any factor
+        ("min", (-0.01, {"cur_amax": 2.0}), -0.05, -0.5),
+        ("underflows%", (0.0, {}), 0.2, 20.0),
+        ("dynamic_range", (12.0, {}), 20.0, None),  # one tiny value
+    ],
+)
+def test_noise_is_no_large_difference(statistic, both, small, large):
+    value, more = both
+    ours = [record | {statistic: value} | more for record in _records()]
+    for other, found in ((small, False), (large, large is not None)):
+        theirs = copy.deepcopy(ours)
+        theirs[0][statistic] = value if other is None else other
+        assert bool(first_divergence(ours, theirs, 0.05)) == found
+        assert bool(first_divergence(ours, theirs, 0.0)) == (other is not None)
+
+
+def test_the_weight_that_differs_most_is_no_first_in_order():
+    """Everything differs a little; one layer's weight grew, and another's later even more."""
+    ours = [record | {"l2_norm": 2.0 + index / 100} for index, record in enumerate(_records())]
+    assert largest_of_weights(ours, _records(), 0.5) is None
+    other = copy.deepcopy(ours)
+    for record in other:
+        record["l2_norm"] *= 3.0 if record["tensor"] == "input" else 1.01
+        if record["tensor"] == "weight" and record["iteration"] > 1:
+            record["l2_norm"] *= {"layers.0.fc2": 1.5, "layers.0.fc1": 1.1}.get(record["site"], 1.0)
+        if (record["iteration"], record["site"]) == (3, "layers.1.fc1"):
+            record["l2_norm"] = None if record["tensor"] == "weight" else 900.0
+    found = largest_of_weights(ours, other, 0.05)
+    assert (found.iteration, found.site, found.tensor) == (2, "layers.0.fc2", "weight")
+    assert found.relative == pytest.approx(1 - 1 / 1.515)
 
 
 def test_a_value_that_is_no_number_differs_from_one_that_is():

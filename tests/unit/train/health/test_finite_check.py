@@ -84,7 +84,14 @@ def test_histories_are_looked_at(monkeypatch: pytest.MonkeyPatch, kept: str, val
     assert check.first() == "the amax histories of slot1 and 1 others hold a value that no cast recorded"
 
 
-LAYERS = ("layers.0.fc1", "layers.0.fc2", "layers.1.fc1")
+LAYERS = (
+    "layers.0.fc1",
+    "layers.0.fc2",
+    "layers.1.attention.linear_proj",
+    "layers.1.attention.linear_qkv",
+    "layers.1.fc1",
+)
+"""As Megatron-Core creates them: the attention's projection before what it reads."""
 
 
 def first_cause(
@@ -128,6 +135,10 @@ def first_cause(
         # A gradient that two GEMMs cast differently is no input.
         (["layers.0.fc1.grad_output.wgrad", "layers.0.fc2.input"], "the FP8 cast of layers.0.fc2.input"),
         (["layers.0.fc2.input", "layers.1.fc1.input"], "the FP8 cast of layers.0.fc2.input"),
+        (
+            [f"layers.1.attention.linear_{name}.input" for name in ("proj", "qkv")],
+            "the FP8 cast of layers.1.attention.linear_qkv.input",
+        ),
     ],
 )
 def test_the_first_in_the_order_of_execution_is_named(
