@@ -21,6 +21,7 @@ help: ## this list
 
 train: $(VENV)/.train ## train a small GPT in FP8; options: ARGS="--model.fp8_format=mxfp8" CONFIG=... RANKS=...
 	$(VENV)/bin/megatron-fp8 launch --ranks $(RANKS) train --config $(CONFIG) $(ARGS)
+	@echo "      first, for your shell to find megatron-fp8: source $(VENV)/bin/activate"
 
 # pytest-xdist: whole files go to one of several processes, the longest first (tests/support/order.py). Each has its own ranks.
 # More processes than cores, since ranks that start, launchers and SLURM wait much of their time.

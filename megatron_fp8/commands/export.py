@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,15 @@ def _export(options: argparse.Namespace) -> None:
         f"{done.config['architectures'][0]}, {what}{unconverted}: {options.out}, {len(done.files)} file(s) of tensors"
     )
     if not any((Path(options.out) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        print("no tokenizer: every byte is a token of this model, or it was imported without one")
+        print(
+            "no tokenizer: every byte is a token (ids: list(text.encode())), or it was imported without one"
+        )
     for note in (*done.notes, *source.notes):
         print(printable(note))
+    if form:
+        print(f"next: megatron-fp8 parity {shlex.quote(options.checkpoint)} {shlex.quote(options.out)}")
+    else:
+        print(f"next, in Python: transformers.AutoModelForCausalLM.from_pretrained({options.out!r})")
 
 
 def _read_config(path: Path) -> dict[str, Any]:

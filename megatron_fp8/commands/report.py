@@ -85,9 +85,7 @@ def terminal_report(folder: Path) -> str:
     report = record.report()
     advice = [f"advice      {piece}" for piece in advice_of(record, report)]
     notes = [f"note        {line}" for line in record.unfinished()]
-    page = (
-        f"page        with curves and statistics: megatron-fp8 report {shlex.quote(str(folder))} --html FILE"
-    )
+    page = f"page        with curves and statistics: megatron-fp8 report {shlex.quote(str(folder))} --html report.html"
     return printable("\n".join([format_report(report), *loss_lines(record), *advice, *notes, page]))
 
 

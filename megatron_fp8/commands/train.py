@@ -161,7 +161,7 @@ def prepare(arguments: list[str], launch: Any, stop: Any) -> Any:
 
 def _train(trainer: Any) -> int:
     from ..train.launch.parallel import on_first_rank
-    from ..train.report import summary_line
+    from ..train.report import next_commands, summary_line
     from ..train.stop import TrainingFailed
 
     start = time.perf_counter()
@@ -183,7 +183,7 @@ def _train(trainer: Any) -> int:
         closed = _close(trainer)
         if trainer.display:
             line = summary_line(trainer, summary, time.perf_counter() - start)
-            print(line, flush=True)
+            print("\n".join([line, *next_commands(trainer, summary)]), flush=True)
     lacking, unread = on_first_rank(lambda: (closed, line if stop.unread else ""))  # rank 0 writes them
     if unread:
         raise TrainingFailed(f"whoever read its output has left: {unread}")

@@ -105,7 +105,8 @@ def print_plan(model: Any) -> None:
     """
     from ..files.terminal import print_rank_0
     from .report import plan_lines, recipe_line
-    from .runtime import unwrap
+    from .runtime import runtime_of, unwrap
 
     config = unwrap(model[0] if isinstance(model, list | tuple) else model).config
+    runtime_of(config).plan_shown = True
     print_rank_0("\n".join([recipe_line(config), *plan_lines(site_report(model))]), to="stdout")

@@ -35,7 +35,8 @@ from ..state.fp8_state import Fp8State
 from ..state.guard import Move
 from ..state.iteration import LATER, NEVER, NOW, IterationCounts, record_time
 from . import is_installed
-from .runtime import find_runtime, set_length, state_of, unwrap
+from .report import plan_summary
+from .runtime import find_runtime, runtime_of, set_length, state_of, unwrap
 from .sites import check_plan, fp8_linears, is_checked, make_site
 
 _latest = IterationCounts()
@@ -64,6 +65,8 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
         return IterationCounts()  # CapturedIteration ends the iteration that it captures
     if quantizes(config) and state.iteration == 0 and not is_checked(model_chunks):
         check_plan(model_chunks)
+        if not runtime_of(config).plan_shown:
+            print_rank_0(plan_summary(model_chunks))
     state.finish_iteration()
     if quantizes(config):
         _announce_switch(state, switch_of(config).upper(), "FP16" if config.fp16 else "BF16")

@@ -16,7 +16,7 @@ from ..state.collectives import union
 from .config.transformer_config import TransformerConfig
 from .names import named_modules, split_expert
 from .runtime import unwrap
-from .sites import prepare
+from .sites import fp8_linears, prepare
 
 
 def parallel_layout(config: Any) -> dict[str, Any]:
@@ -105,8 +105,22 @@ def recipe_line(config: Any) -> str:
     if isinstance(config, TransformerConfig) or not config.fp8:
         return settings
     return (
-        f"{settings}, as in Megatron-Core's TransformerConfig, of which this config is (its default is 'delayed';"
-        f" megatron_fp8.TransformerConfig's is {DEFAULT_RECIPE!r})"
+        f"{settings} (Megatron-Core's TransformerConfig defaults to 'delayed', megatron_fp8.TransformerConfig to"
+        f" {DEFAULT_RECIPE!r})"
+    )
+
+
+def plan_summary(model_chunks: list[Any]) -> str:
+    """Returns one line on the plan of this rank's linears, without communication."""
+    config = unwrap(model_chunks[0]).config
+    plans = [linear.fp8_site.plan for linear in fp8_linears(model_chunks)]
+    backends = sorted({str(plan.backend) for plan in plans if plan.precision != "bf16"})
+    reduced = sum(plan.precision != "bf16" for plan in plans)
+    kept = f", {len(plans) - reduced} in {own_precision(config).upper()}" if reduced < len(plans) else ""
+    return (
+        f"megatron_fp8: {recipe_line(config)}: {reduced} of the first rank's {len(plans)} linears in layers are in"
+        f" {switch_of(config).upper()} (backend {' and '.join(backends) or 'none'}){kept};"
+        " megatron_fp8.mcore.print_plan(model) says why"
     )
 
 

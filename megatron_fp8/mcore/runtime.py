@@ -42,6 +42,7 @@ class Fp8Runtime:
         te_layers: whether models have Transformer Engine's layers; None before the first query.
         te_recipe: TE's recipe object, once it was needed.
         prepared: models whose sites have names, plans and slots.
+        plan_shown: whether the plan was printed.
         checked: models whose plans all ranks have checked together (``sites.check_plan``).
         fp8_params: models whose weights were made FP8 parameters, where the plan has FP8.
         optimizers: Megatron-Core's optimizers that step these models.
@@ -53,6 +54,7 @@ class Fp8Runtime:
     frozen: bool = False
     te_layers: bool | None = None
     te_recipe: Any = None
+    plan_shown: bool = False
     prepared: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     checked: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     fp8_params: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)

@@ -221,7 +221,8 @@ def summary_line(trainer: Any, summary: dict[str, float], seconds: float) -> str
     elif trainer.finished >= total:
         parts = [f"done: all {total} iterations were done before"]
     else:
-        parts = [f"done: {total} iterations in {seconds:.0f} s"]
+        here = f", {total - trainer.finished} of them" if trainer.finished else ""
+        parts = [f"done: {total} iterations{here} in {seconds:.0f} s"]
     monitor = trainer.monitor
     if "last_loss" in summary:
         parts.append(f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}")
@@ -241,13 +242,24 @@ def summary_line(trainer: Any, summary: dict[str, float], seconds: float) -> str
             f" alone; next: megatron-fp8 report {shlex.quote(run.run_dir)}"
         )
     elsewhere = f", its checkpoints in {run.checkpoint.folder}" if run.checkpoint.folder else ""
-    saved_in = trainer.started if model else run.checkpoint.folder or run.run_dir
+    more = "; --resume=auto goes on from there" if done < total else ""
+    return f"{did}{model}; everything is in {run.run_dir}{elsewhere}{more}"
+
+
+def next_commands(trainer: Any, summary: dict[str, float]) -> list[str]:
+    """Lines with commands for a run that is done: its curves and its text; none if its weights are not saved."""
+    run = trainer.run
+    own = trainer.finished < run.train.train_iters
+    if summary["iteration"] < run.train.train_iters or (own and not run.checkpoint.saves):
+        return []
+    saved_in = (run.checkpoint.folder or run.run_dir) if own else trainer.started
     # Transformer Engine quantizes its linears' weights itself, so inference takes other linears.
     backend = " --model.fp8_backend=auto" if run.model.fp8_backend == "transformer_engine" else ""
-    more = f'next: megatron-fp8 generate {shlex.quote(str(saved_in))} --prompt "Once upon a time"{backend}'
-    if done < total:
-        more = "--resume=auto goes on from there"
-    return f"{did}{model}; everything is in {run.run_dir}{elsewhere}; {more}"
+    prompt = "Once upon a time" if run.data.paths else "def "  # without paths it learned Python
+    return [
+        f"next: megatron-fp8 report {shlex.quote(run.run_dir)} --html report.html",
+        f'      megatron-fp8 generate {shlex.quote(str(saved_in))} --prompt "{prompt}"{backend}',
+    ]
 
 
 def no_iterations_left(run: Any, start: Path) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 from collections import Counter
 from pathlib import Path
@@ -224,6 +226,52 @@ def megatron_saves(folder: str) -> list[list[tuple[float, float]]]:
         other.optimizer.load_state_dict(loaded["optimizer"])
         other.iteration = first.iteration
         return [training.steps(2) for training in trainings]
+
+
+def test_megatrons_own_load_before_a_models_first_forward(ranks, tmp_path):
+    """Histories come with the weights, also into a model that has not run; a BF16 checkpoint has none and says so."""
+    results = ranks(2).run(megatron_loads_histories, str(tmp_path))
+    for straight, again, from_bf16, _ in results:
+        assert again == straight and from_bf16[0][0] == pytest.approx(straight[0][0], rel=0.2)
+    said = [result[-1] for result in results]
+    lacks = "bf16 has no delayed scaling's state of 24 tensors of the first rank: their scales start from their own amax"
+    assert said[0].count("has no delayed scaling's state") == 1 and lacks in said[0] and not said[1]
+
+
+def megatron_loads_histories(folder: str) -> tuple[Any, ...]:
+    """(loss, norm) of an iteration of the model that saved, of one that loaded it, and of one from BF16; the lines."""
+    layout, said = Layout(tp=2), io.StringIO()
+    with model_parallel(layout), contextlib.redirect_stderr(said):
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        from megatron_fp8.mcore.runtime import unwrap
+
+        def state(training: Training) -> dict[str, Any]:
+            whole = unwrap(training.chunks[0]).sharded_state_dict()
+            return {"model": {k: shard for k, shard in whole.items() if not k.endswith("_extra_state")}}
+
+        def model(recipe: str | None, seed: int) -> Training:
+            return Training(layout, recipe, HISTORY if recipe else NARROW, {}, seed)
+
+        sources = {"delayed": model("delayed", 1), "bf16": model(None, 1)}
+        targets = {name: model("delayed", 2) for name in sources}
+        for name, source in sources.items():
+            source.steps(2)
+            path = Path(folder) / name
+            if torch.distributed.get_rank() == 0:
+                path.mkdir()
+            torch.distributed.barrier()
+            with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
+                dist_checkpointing.save(state(source), str(path))
+            filesystem_async._results_queue = None
+            unwrap(targets[name].chunks[0]).load_state_dict(
+                dist_checkpointing.load(state(targets[name]), str(path))["model"]
+            )
+            targets[name].iteration = source.iteration
+        steps = [training.steps(1) for training in (sources["delayed"], *targets.values())]
+    lines = [line for line in said.getvalue().splitlines() if line.startswith("megatron_fp8: /")]
+    return *steps, "\n".join(lines)
 
 
 OVERLAP = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}

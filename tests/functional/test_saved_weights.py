@@ -54,10 +54,10 @@ def test_a_run_that_trains_saves_at_its_end(results: dict[str, Any], folder: Pat
     assert not torch.equal(before[name], after[name]), "export wrote the untrained model"
     saves = sorted(path.name for path in (folder / "runs" / "one" / "checkpoints").glob("iter_*"))
     assert saves == ["iter_0000000", f"iter_{ITERATIONS:07d}"]
-    last = results["train one"].stdout.splitlines()[-1]
-    assert last.endswith(
-        'everything is in runs/one; next: megatron-fp8 generate runs/one --prompt "Once upon a time"'
-    )
+    done, page, text = results["train one"].stdout.splitlines()[-3:]
+    assert done.endswith("everything is in runs/one")
+    assert page == "next: megatron-fp8 report runs/one --html report.html"
+    assert text == '      megatron-fp8 generate runs/one --prompt "Once upon a time"'
     for command in ("export", "inspect", "generate"):
         done = results[f"{command} one"]
         assert "the run trained to" not in done.stdout + done.stderr
@@ -80,4 +80,8 @@ def test_a_diagnosis_is_of_the_recipe_that_trained_and_not_of_the_import(results
 
 
 def test_a_report_names_its_page(results: dict[str, Any]) -> None:
-    assert results["report two"].stdout.splitlines()[-1].endswith("megatron-fp8 report runs/two --html FILE")
+    assert (
+        results["report two"]
+        .stdout.splitlines()[-1]
+        .endswith("megatron-fp8 report runs/two --html report.html")
+    )

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 
+from ...files.terminal import print_rank_0
 from ...linear.tensor_parallel import weight_of
 from ...numerics.scaling import compute_scale
 from ...params.fp8_parameter import Fp8Parameter
@@ -175,7 +178,7 @@ def fit_to_checkpoint(wanted: dict[str, Any], stored: dict[str, Any]) -> tuple[l
     """
     missing, present = [], []
     for name, shard in list(wanted.items()):
-        if not is_slot_key(name):
+        if not _is_slot(shard):
             continue
         if shard.key not in stored:
             missing.append(shard.key)
@@ -189,6 +192,40 @@ def fit_to_checkpoint(wanted: dict[str, Any], stored: dict[str, Any]) -> tuple[l
                 shard.key, whole, replica_id=(0, 0, dist.get_rank())
             )
     return missing, present
+
+
+def without_missing_histories(wanted: Any, folder: str) -> Any:
+    """Returns a sharded state dict for Megatron-Core's loader, with the delayed state that ``folder`` can give.
+
+    Args:
+        wanted: nested dicts with the shards of this rank; not changed.
+        folder: a torch_dist checkpoint, also one of Megatron-Core alone.
+
+    The first rank prints how many of its tensors' histories the checkpoint lacks.
+    """
+    if not any(map(_is_slot, nested_values(wanted))):
+        return wanted
+    stored = torch_dist._get_filesystem_reader(folder).read_metadata().state_dict_metadata
+    missing: list[str] = []
+
+    def fitted(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        part = {key: fitted(value) for key, value in part.items()}
+        missing.extend(fit_to_checkpoint(part, stored)[0])
+        return part
+
+    wanted = fitted(wanted)
+    if missing:
+        print_rank_0(
+            f"megatron_fp8: {folder} has no delayed scaling's state of {len(missing) // len(SAVED_PARTS)} tensors of"
+            " the first rank: their scales start from their own amax"
+        )
+    return wanted
+
+
+def _is_slot(shard: Any) -> bool:
+    return isinstance(shard, ShardedTensor) and is_slot_key(shard.key)
 
 
 @torch.no_grad()

@@ -196,7 +196,7 @@ def load_shards(folder: Path, sharded_state: dict[str, Any], metadata: Any) -> L
     """
     _, rest = extract_nonpersistent(sharded_state)
     _, common = extract_sharded_base(rest)
-    reading, state = _TensorsOnly(metadata), {}
+    reading, state = TensorsOnly(metadata), {}
     error_here: Exception | None = None
     try:
         # Each rank reads its own shards. Megatron-Core's validation would gather all ranks' requests.
@@ -285,7 +285,7 @@ class _Planner(torch_dist.MCoreLoadPlanner):
         raise ValueError(f"{read_item.dest_index.fqn} is a pickled object: only tensors are loaded")
 
 
-class _TensorsOnly(torch_dist.TorchDistLoadShardedStrategy):
+class TensorsOnly(torch_dist.TorchDistLoadShardedStrategy):
     """Megatron-Core's loading strategy with this file's planner and the safely unpickled ``.metadata``."""
 
     def __init__(self, metadata: Any) -> None:

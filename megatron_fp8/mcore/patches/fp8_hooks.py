@@ -13,10 +13,13 @@ from ...inference.calibration import fp8_modules
 from ...plan.autocast_state import remember_fp8
 from .. import environment as compat
 from .. import params, spec
+from ..checkpoint.state_dict import without_missing_histories
+from ..checkpoint.store import TensorsOnly
 from ..config import transformer_config
 from ..config.transformer_config import IterationEnd
 from ..layers import activation, attention, cross_entropy, linear, moe_layer
 from ..optimizer import cpu_offload, fp8_params, layer_wise, loss_scaler, optimizer_setup, sharded_state
+from ..runtime import state_of
 from ..sites import cache_weights, is_model, prepare, prepared_models, register_model
 from ..te import context as te_context
 from . import megatron_fixes, missing_packages
@@ -180,6 +183,32 @@ def _prepare_before(model: Any, args: Any) -> None:
         return
     if model.training or torch.is_grad_enabled():
         prepare([model])
+
+
+@_hooks.wrap(
+    "transformer.module.MegatronModule.sharded_state_dict",
+    "a model that loads a checkpoint before its first forward would leave histories in it",
+)
+def prepare_before_sharding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A model on its device names its sites first: linears describe histories only then."""
+    names = is_model(self) and fp8_utils.quantizes(self.config) and self not in prepared_models
+    if names and all(each.device == state_of(self.config).device for each in self.parameters()):
+        prepare([self])
+    return original(self, *args, **kwargs)
+
+
+@_hooks.wrap(
+    "dist_checkpointing.serialization.load",
+    "it fails on histories that the checkpoint lacks: one of a BF16 run, or of another recipe",
+    everywhere=True,
+)
+def load_histories_that_exist(
+    original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Asks for the histories that the checkpoint has; the other ones start anew."""
+    if not isinstance(kwargs.get("sharded_strategy"), TensorsOnly):  # this package's loader has done it
+        sharded_state_dict = without_missing_histories(sharded_state_dict, checkpoint_dir)
+    return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
 @_hooks.wrap(

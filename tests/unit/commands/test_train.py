@@ -36,7 +36,9 @@ class Training:
         self.stepper = SimpleNamespace(stop=StopRequest({}))
         section = SimpleNamespace(folder=None, saves=True)
         length, model = SimpleNamespace(train_iters=9), SimpleNamespace(fp8_backend="auto")
-        self.run = SimpleNamespace(train=length, model=model, checkpoint=section, run_dir=run_dir)
+        self.run = SimpleNamespace(
+            train=length, model=model, checkpoint=section, run_dir=run_dir, data=SimpleNamespace(paths=[])
+        )
         self.monitor = SimpleNamespace(skipped=0, taken=0, spike="")
         self.display: Any = SimpleNamespace(close=lambda: None)
         self.telemetry: Any = SimpleNamespace(close_files=list)

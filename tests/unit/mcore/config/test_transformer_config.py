@@ -60,8 +60,8 @@ def test_a_plans_first_line_says_whose_choice_the_recipe_is():
     plain.fp8 = "hybrid"  # its own check asks for Transformer Engine
     assert recipe_line(make(fp8="hybrid")) == "FP8 hybrid, fp8_recipe tensorwise"
     assert recipe_line(plain) == (
-        "FP8 hybrid, fp8_recipe delayed, as in Megatron-Core's TransformerConfig, of which this config is (its default is"
-        " 'delayed'; megatron_fp8.TransformerConfig's is 'tensorwise')"
+        "FP8 hybrid, fp8_recipe delayed (Megatron-Core's TransformerConfig defaults to 'delayed',"
+        " megatron_fp8.TransformerConfig to 'tensorwise')"
     )
 
 
