@@ -102,7 +102,7 @@ def recipe_line(config: Any) -> str:
         settings = f"FP8 {config.fp8}, fp8_recipe {config.fp8_recipe}"
     else:
         settings = f"FP4 {config.fp4}, fp4_recipe {config.fp4_recipe}"
-    if isinstance(config, TransformerConfig) or not config.fp8:
+    if isinstance(config, TransformerConfig) or not config.fp8 or config.fp8_recipe != "delayed":
         return settings
     return (
         f"{settings} (Megatron-Core's TransformerConfig defaults to 'delayed', megatron_fp8.TransformerConfig to"

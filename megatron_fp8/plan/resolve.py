@@ -167,8 +167,8 @@ def warn_of_high_precision(plans: Iterable[SitePlan], remedy: str) -> None:
         rule = plan.rules["grad_output"]
         if rule is not None and rule.fmt.name == "e5m2" and rule.granularity.cols == MX_BLOCK:
             print_rank_0(
-                f"megatron_fp8: gradients in E5M2 lose a mantissa bit for nothing in MX blocks: {remedy} is worth trying"
-                " (docs/recipes.md)",
+                "megatron_fp8: MXFP8 does not need E5M2's range for gradients, and E4M3 has a mantissa bit more: try"
+                f" {remedy} (docs/recipes.md)",
                 once=True,
             )
             return

@@ -25,6 +25,7 @@ from ...plan.settings import DEFAULT_RECIPE, FP8_FORMATS, fp8_format_field
 from ...recipe import RECIPES
 from ..patches.patching import PatchList
 from ..runtime import find_runtime, runtime_of
+from .fields import FIELD_RULES
 from .fp8_checks import announce_settings, check_fp8_settings, plain
 from .rules import check, one_of
 
@@ -294,9 +295,22 @@ def _fp8_versions_present() -> Iterator[None]:
     "it asks for Transformer Engine's version where experts or recomputed norms run in FP8",
 )
 def check_without_te(original: Callable[[Any], None], self: Any) -> None:
-    """Checks a config of Megatron-Core's class, or of another program's, without those versions."""
-    with _fp8_versions_present() if quantizes(self) else nullcontext():
-        original(self)
+    """Checks a config of Megatron-Core's class, or of another program's, without those versions.
+
+    ValueError: as Megatron-Core's, and for a recipe's name in fp8; with the remedy.
+    """
+    if self.fp8:
+        check("fp8", str(plain(self.fp8)).lower(), FIELD_RULES["fp8"])
+    try:
+        with _fp8_versions_present() if quantizes(self) else nullcontext():
+            original(self)
+    except ValueError as error:
+        if not quantizes(self) or not str(error).startswith("Delayed scaling does not support"):
+            raise
+        raise ValueError(
+            f"{str(error).strip()} megatron_fp8.TransformerConfig, which has the same fields, does; or take another"
+            " fp8_recipe, such as 'tensorwise'."
+        ) from error
 
 
 @dataclass

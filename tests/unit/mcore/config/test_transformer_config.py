@@ -13,7 +13,7 @@ from megatron.core.transformer import transformer_config as megatron_config
 
 from megatron_fp8.estimate import config_reader as estimate_settings
 from megatron_fp8.mcore.config.fp8_checks import RECIPES
-from megatron_fp8.mcore.config.transformer_config import IterationEnd
+from megatron_fp8.mcore.config.transformer_config import IterationEnd, check_without_te
 from megatron_fp8.mcore.report import recipe_line
 from megatron_fp8.nn import Fp8Config
 from megatron_fp8.recipe import recipe_name
@@ -63,6 +63,26 @@ def test_a_plans_first_line_says_whose_choice_the_recipe_is():
         "FP8 hybrid, fp8_recipe delayed (Megatron-Core's TransformerConfig defaults to 'delayed',"
         " megatron_fp8.TransformerConfig to 'tensorwise')"
     )
+
+
+@pytest.mark.parametrize(
+    "fields, remedy",
+    [
+        ({"fp8": "mxfp8"}, "'mxfp8' is a recipe: write fp8='hybrid' and fp8_recipe='mxfp8'"),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "delayed", "first_last_layers_bf16": True},
+            "megatron_fp8.TransformerConfig, which has the same fields, does",
+        ),
+    ],
+)
+def test_a_config_of_megatron_cores_class_is_refused_with_the_remedy(fields, remedy):
+    config = megatron_config.TransformerConfig(**SIZES)
+    vars(config).update(fields)
+    with pytest.raises(ValueError, match=remedy):
+        check_without_te(megatron_config.TransformerConfig.__post_init__, config)
+    vars(config).update(fp8="hybrid", first_last_layers_bf16=False)
+    check_without_te(megatron_config.TransformerConfig.__post_init__, config)
+    make(fp8="hybrid", fp8_recipe="delayed", first_last_layers_bf16=True)
 
 
 def test_an_enum_is_accepted_and_stored_as_its_name():
