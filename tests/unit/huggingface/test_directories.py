@@ -152,7 +152,7 @@ CHANGES = {
     "a third layer": ({"num_hidden_layers": 1}, {}, "has model.layers.1."),
     "another shape": ({}, {Q: torch.ones(128, 128)}, f"{Q} is [128, 128] in"),
     "another vocabulary": ({"vocab_size": 201}, {}, "is [200, 128] in"),
-    "a head of its own": ({"tie_word_embeddings": True}, {}, "has a lm_head.weight of its own"),
+    "a head of its own": ({"tie_word_embeddings": True}, {}, "has a lm_head.weight other than its embedding"),
     "not finite": ({}, {Q: torch.full((256, 128), float("nan"))}, f"{Q} holds NaN or Inf"),
     "whole numbers": ({}, {Q: torch.ones(256, 128, dtype=torch.int32)}, f"{Q} is torch.int32 without a scale"),
     "codes alone": ({}, {Q: torch.ones(256, 128).to(torch.float8_e4m3fn)}, "torch.float8_e4m3fn without a scale"),
