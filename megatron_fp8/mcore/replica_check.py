@@ -38,6 +38,7 @@ from ..params.fp8_parameter import Fp8Parameter
 from ..state.collectives import device_of, equal_on_ranks, first_rank_with, size
 from .names import in_whole_model, named_parameters
 from .optimizer.adam import Moment
+from .optimizer.layer_wise import owned_params
 from .optimizer.optimizer_setup import parts_of
 from .runtime import state_of, unwrap
 
@@ -114,7 +115,9 @@ def _named_states(chunks: list[Any]) -> list[_NamedState]:
 
 
 def _add_state(named: list[_NamedState], optimizer: Any) -> None:
-    """Adds each parameter's state in optimizers that are not sharded."""
+    """Adds each parameter's state in optimizers that do not shard it; a layer-wise one gives it to one rank."""
+    if owned_params(optimizer):
+        return
     of_master = {id(getattr(each.parameter, "main_param", each.parameter)): each for each in named}
     for part in parts_of(optimizer):
         if part.optimizer is None or _is_sharded(part):

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
 
 from benchmarks.support.fp8_gpt import CLIP, NARROW
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
@@ -51,25 +52,53 @@ def test_two_ranks_train_as_with_bf16_weights(ranks: RankPool, recipe: str, laye
     assert (len(param[0][0].masters) < len(both)) == layer_wise
 
 
-def resumed(recipe: str, folder: str) -> dict[str, Any]:
+def resumed(recipe: str, folder: str, layer_wise: bool) -> dict[str, Any]:
     with mock.patch.object(resume, "build_optimizer", build_muon):
         fields = {**NARROW, "fp8_param": True}
-        return resume.resumes_exactly(Layout(), recipe, fields, {}, folder)
+        return resume.resumes_exactly(Layout(), recipe, fields, {}, folder, optim={"layer_wise": layer_wise})
 
 
-def test_a_checkpoint_resumes(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks(2).run(resumed, "delayed", str(tmp_path)) == [{"anew": {}}] * 2
+@pytest.mark.parametrize("layer_wise", [False, True])
+def test_a_checkpoint_resumes(ranks: RankPool, tmp_path: Path, layer_wise: bool) -> None:
+    assert ranks(2).run(resumed, "delayed", str(tmp_path), layer_wise) == [{"anew": {}}] * 2
 
 
-def layer_wise_save() -> str:
-    from megatron_fp8.mcore import checkpoint
+def layer_wise(seed: int, saved: str | None, layer_wise: bool = True) -> resume.Training:
+    """A model with Muon, after a step or with a checkpoint."""
+    with mock.patch.object(resume, "build_optimizer", build_muon):
+        fields, options = {**NARROW, "fp8_param": True}, {"optim": {"layer_wise": layer_wise}}
+        made = resume.Training(Layout(), "delayed", fields, {}, seed, **options)
+    if saved is None:
+        made.steps(1)
+    else:
+        made.load(Path(saved))
+    return made
 
-    with mock.patch.object(resume, "build_optimizer", build_muon), model_parallel(Layout()):
-        training = resume.Training(Layout(), "delayed", NARROW, {}, 7, optim={"layer_wise": True})
-        with pytest.raises(ValueError) as refused:
-            checkpoint.sharded_state(training.chunks, training.optimizer)
-        return str(refused.value)
+
+def saved(folder: str) -> tuple[str, str]:
+    with model_parallel(Layout()):
+        training = layer_wise(7, None)
+        return str(training.save(folder)), training.digests()["weights"]
 
 
-def test_a_layer_wise_optimizer_is_not_stored_as_replicas(ranks: RankPool) -> None:
-    assert all("layer_wise_distributed_optimizer=False" in said for said in ranks(2).run(layer_wise_save))
+def loaded(folder: str, apart: bool) -> str:
+    with model_parallel(Layout()):
+        return layer_wise(8, folder, apart).digests()["weights"]
+
+
+def test_a_layer_wise_checkpoint_holds_the_masters_of_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """Weights too are masters, rounded, and no codes of a rank without them. Other layouts, and plain Muon, load it."""
+    (folder, weights), other = ranks(2).run(saved, str(tmp_path))
+    assert other == (folder, weights)
+    reader = dcp.FileSystemReader(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    found = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in entries.items()}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    start = "optimizer.state.fp32_param."
+    masters = {name.removeprefix(start): tensor for name, tensor in found.items() if name.startswith(start)}
+    weights_alone = {n for n in found if not n.startswith(("optimizer.", "rng.")) and "fp8_state" not in n}
+    assert weights_alone == masters.keys()
+    for name, master in masters.items():
+        assert torch.equal(found[name], master.to(found[name].dtype)), name
+    assert ranks(1).run(loaded, folder, True) == [weights]
+    assert ranks(2).run(loaded, folder, False) == [weights] * 2

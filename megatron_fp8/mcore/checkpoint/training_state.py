@@ -27,7 +27,6 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
-from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.tensor_parallel.random import (
     convert_cuda_rng_state,
     get_cuda_rng_tracker,
@@ -39,7 +38,7 @@ from ...fp8_utils import is_float8tensor
 from ...state.collectives import max_over_ranks
 from .. import environment as compat
 from ..optimizer.cpu_offload import steps_taken
-from ..optimizer.layer_wise import shared_lists
+from ..optimizer.layer_wise import owned_params
 from ..optimizer.loss_scaler import scalers
 from ..optimizer.optimizer_setup import parts_of
 from ..optimizer.sharded_state import own_weights
@@ -134,14 +133,6 @@ def _create_moments(optimizer: Any) -> None:
 
     Raises ValueError: the optimizer has state that these checkpoints cannot store.
     """
-    if isinstance(optimizer, LayerWiseDistributedOptimizer) and any(
-        found for found, _ in shared_lists(optimizer)
-    ):
-        raise ValueError(
-            "a layer-wise optimizer keeps each weight's master on one data-parallel rank, and checkpoints of megatron_fp8"
-            " take data-parallel ranks for replicas: make Muon with layer_wise_distributed_optimizer=False (Megatron-LM:"
-            " --optimizer muon instead of dist_muon), or save with Megatron-Core's own checkpoints."
-        )
     for each in parts_of(optimizer):
         if each.optimizer is None:
             continue
@@ -174,8 +165,8 @@ def _weights_from_masters(model: dict[str, Any], optimizer: Any, optimizing: Any
     """Returns the model's sharded state, with weights rounded from float32 masters where the optimizer has them.
 
     Live weights equal these, with two exceptions: FP8 weights have lost bits, and with overlap_param_gather other
-    ranks' shards are one step old until the next forward. With a distributed optimizer each rank stores the parts of
-    weights whose masters it has.
+    ranks' shards are one step old until the next forward. With a distributed or a layer-wise optimizer each rank
+    stores the weights, or parts of them, whose masters it has.
     """
     sharded = sharded_params(distributed_optimizers(optimizer))
     whole = {
@@ -188,10 +179,13 @@ def _weights_from_masters(model: dict[str, Any], optimizer: Any, optimizing: Any
         for start in MASTERS
         if shard.key.startswith(start)
     }
+    owned = owned_params(optimizer)
     for shard in shards_in(whole):
+        if (is_owner := owned.get(id(shard.data))) is not None:
+            shard.replica_id = (*shard.replica_id[:-1], int(not is_owner))
         if shard.key in masters:
             shard.data = masters[shard.key].detach().reshape(shard.data.shape).to(shard.data.dtype)
-        elif is_float8tensor(shard.data):  # frozen
+        elif is_float8tensor(shard.data) and is_owner is None:  # frozen
             shard.data = shard.data.dequantize()
     return {
         **whole,

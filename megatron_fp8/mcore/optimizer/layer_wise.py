@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ...params.fp8_parameter import Fp8Parameter
@@ -30,6 +31,18 @@ def shared_lists(optimizer: Any) -> list[tuple[list[list[torch.nn.Parameter]], A
         return []
     pairs = (optimizer.dp_cp_params_list, "dp_cp"), (optimizer.expt_dp_params_list, "expt_dp")
     return [(found, getattr(groups, name)) for found, name in pairs if found]
+
+
+def owned_params(optimizer: Any) -> dict[int, bool]:
+    """Returns id of a weight -> whether its master is on this rank, for the weights that ranks share."""
+    if not isinstance(optimizer, LayerWiseDistributedOptimizer):
+        return {}
+    return {
+        id(param): owner == dist.get_rank(group)
+        for params_of, group in shared_lists(optimizer)
+        for owner, params in enumerate(params_of)
+        for param in params
+    }
 
 
 @patches.wrap("__init__", "weights of other ranks keep their high-precision originals")
