@@ -24,7 +24,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_get_concentration_factor_from_config,
 )
 from megatron.core.parallel_state import get_context_parallel_group
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import get_sliding_window_causal_mask, is_layer_window_attention
@@ -85,6 +85,8 @@ class CoreAttention(DotProductAttention):
         self.config = config
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self._window = config.window_size if windowed else None
+        if config.softmax_type == "learnable":  # the parent does not say whose heads these are
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         if v_channels is not None:  # the parent assumes kv_channels for values too
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         width = self.hidden_size_per_attention_head

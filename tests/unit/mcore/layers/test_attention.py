@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.support.gpt import gpt_config
-from benchmarks.support.ranks import RankPool, model_parallel
+from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from megatron_fp8.mcore.layers.attention import CoreAttention
 from megatron_fp8.mcore.layers.attention_kernels import chosen_backend
 from megatron_fp8.numerics import host_sync
 from tests.support.attention import HEADS, SIZE, build, errors, forward_backward, inputs, reference
+from tests.support.small_run import small_run
 
 
 def one_rank(
@@ -281,3 +282,17 @@ def test_last_queries_on_a_gpu(groups: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert attention._causal_mask(q, k, True) == {"is_causal": True}, (
         "where there is no mask cuDNN is left alone"
     )
+
+
+def step_with_offsets() -> str:
+    """What tensor-parallel ranks hold differently after a step, and should not."""
+    layout = Layout(tp=2)
+    with model_parallel(layout):
+        stepper = small_run(layout, ["--model.softmax_type=learnable"]).stepper
+        stepper.step(stepper.training_data(0))
+        return stepper.differing()
+
+
+def test_ranks_hold_offsets_of_their_own_heads(ranks: RankPool) -> None:
+    """softmax_type='learnable': as copies of one tensor they would end the run."""
+    assert ranks(2).run(step_with_offsets) == ["", ""]
