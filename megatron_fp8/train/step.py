@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..mcore.replica_check import describe_differences
 from ..mcore.runtime import state_of, unwrap
+from ..params.fp8_parameter import Fp8Parameter
 from ..state.collectives import own_device
 from .config.run_config import RunConfig
 from .cuda_graph import IterationGraph
@@ -270,7 +271,10 @@ class ActivationMemory:
         self.bytes: int | None = None
         self._counted: list[Any] = []
         self._parameters = {
-            parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()
+            tensor.untyped_storage().data_ptr()
+            for chunk in chunks
+            for parameter in chunk.parameters()
+            for tensor in (parameter.stored_tensors() if isinstance(parameter, Fp8Parameter) else [parameter])
         }
 
     @contextmanager

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
+from megatron_fp8.nn import convert_to_fp8
+from megatron_fp8.nn.frozen_weights import freeze_weights
 from megatron_fp8.train.step import ActivationMemory
 
 
@@ -33,6 +35,15 @@ def test_each_storage_counts_once_and_parameters_do_not():
     with saved.counting(model):
         model(torch.randn(400, 8, requires_grad=True))
     assert saved.bytes == 4 * (4 * 8 + 4 * 16), "one micro-batch of each chunk"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_codes_of_fp8_parameters_count_nothing(recipe):
+    model = freeze_weights(convert_to_fp8(nn.Sequential(nn.Linear(64, 128, bias=False)), recipe))
+    saved = ActivationMemory([model])
+    with saved.counting(model):
+        model(torch.randn(32, 64, requires_grad=True)).sum().backward()
+    assert saved.bytes == 0
 
 
 def test_what_is_emptied_in_the_forward_counts_nothing():
