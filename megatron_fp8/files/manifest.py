@@ -161,6 +161,11 @@ def _is_move(value: Any) -> bool:
     return texts and is_count(value[2])
 
 
+def _is_row(value: Any) -> bool:
+    texts = isinstance(value, list) and len(value) == 3 and all(isinstance(value[i], str) for i in (0, 1))
+    return texts and is_count(value[2])
+
+
 _NUMBERS = ({"*": Kind(_is_number, "a finite number")}, None)
 _DIGEST = Kind(
     lambda value: isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None,
@@ -174,6 +179,7 @@ _SHAPE = {
         ),
         "loss_scaler?": _NUMBERS,
         "guard?": [Kind(_is_move, "a site, what it moved to, an iteration and a reason")],
+        "guard_rows?": [Kind(_is_row, "a tensor, its illness and a number of iterations")],
         "liveness?": _NUMBERS,
         "left_out?": [{"first": COUNT, "last": COUNT}],
     },

@@ -32,7 +32,7 @@ from ..state.arena import Slot
 from ..state.collectives import union
 from ..state.cuda_graph import CapturedStep
 from ..state.fp8_state import Fp8State
-from ..state.guard import Move
+from ..state.guard import LEFT, Move
 from ..state.iteration import LATER, NEVER, NOW, IterationCounts, record_time
 from . import is_installed
 from .report import plan_summary
@@ -218,15 +218,17 @@ def apply_moves(model_chunks: list[Any], state: Fp8State, moves: list[Move]) -> 
         if site.plan.name in named:
             slots = [quantizer.slot for quantizer in site.quantizers.values() if quantizer is not None]
             for slot in slots:
-                slot.name += " (left)"
+                slot.name += LEFT
             linear.bind_fp8_site(make_site(linear, site.plan.name, state))
             if slots and not linear.fp8_site.is_fp8:
-                linear.register_forward_hook(partial(_count_nonfinite, slots[0]))
+                linear.register_forward_hook(partial(_count_nonfinite, slots[0], slots[-1]))
     for dispatch in _dispatches(model_chunks):
         dispatch.update_refusals()
 
 
-def _count_nonfinite(slot: Slot, linear: Any, args: tuple[Any, ...], output: Any) -> None:
+def _count_nonfinite(
+    of_input: Slot, of_gradient: Slot, linear: Any, args: tuple[Any, ...], output: Any
+) -> None:
     """Counts NaN and Inf in the input and the output's gradient of a linear that left FP8.
 
     Its casts counted them before; without them the optimizer would step on such values. Not in compiled code.
@@ -237,10 +239,12 @@ def _count_nonfinite(slot: Slot, linear: Any, args: tuple[Any, ...], output: Any
         return
     nonfinite = measure(x)[1]
     if when == NOW:
-        slot.count(nonfinite)
+        of_input.count(nonfinite)
 
     def count(dy: torch.Tensor) -> None:
-        slot.count(measure(dy)[1] + (nonfinite if when == LATER else 0))
+        of_gradient.count(measure(dy)[1])
+        if when == LATER:
+            of_input.count(nonfinite)
 
     if y.requires_grad:
         y.register_hook(count)

@@ -23,7 +23,7 @@ it (mcore/iteration.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -116,6 +116,9 @@ def as_overrides(state: Mapping[str, Any]) -> dict[str, str]:
     return {move.site: move.to for move in saved_moves(state)}
 
 
+LEFT = " (left)"
+"""End of the names of slots whose site moved; a linear in BF16 counts NaN and Inf in them."""
+
 LADDERS = {"bf16": ("bf16",), "ladder": ("delayed", "tensorwise", "blockwise", "bf16")}
 """Ladders of an unhealthy site: out of FP8 at once, or first to recipes with more recent scales."""
 
@@ -148,6 +151,14 @@ class Guard:
         """Records a move and clears the counts of the site's tensors."""
         self.moves[move.site] = move
         self._rows = {name: row for name, row in self._rows.items() if not name.startswith(f"{move.site}.")}
+
+    def rows(self) -> list[tuple[str, Illness, int]]:
+        """Returns (tensor, illness, iterations in a row) of tensors that are unhealthy now, for a checkpoint."""
+        return [(name, *row) for name, row in self._rows.items()]
+
+    def load_rows(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Continues with the result of ``rows``, after the checkpoint's moves were applied."""
+        self._rows = {name: (illness, count) for name, illness, count in rows}
 
     def look(self, arena: Arena) -> list[Finding]:
         """Returns the tensors that have been unhealthy for long enough.

@@ -204,3 +204,14 @@ def test_a_run_says_it_records_it_and_goes_on_from_it(guarded: Any) -> None:
     done, back = guarded("back", f"--resume={whole / 'checkpoints' / 'iter_0000003'}", undo)
     assert f"fp8_guard had moved {len(moves) - 1} sites" in done.stdout
     assert measured(back)[0]["fp8_gemms"] == fp8[3] + 6
+
+
+def test_a_resume_between_two_sick_iterations_moves_as_the_whole_run(guarded: Any) -> None:
+    """The weight is too large in iterations 3 and 4, since its scale stays, and the checkpoint is from between."""
+    options = ("--model.fp8_interval=100", "--model.fp8_guard_patience=2", "--train.train_iters=5")
+    _, whole = guarded("row", "--checkpoint.save_interval=3", *options)
+    _, again = guarded("row_again", f"--resume={whole / 'checkpoints' / 'iter_0000003'}", *options)
+    moved = json.loads((whole / "report.json").read_text())["guard"]
+    assert MOVED in {move["site"] for move in moved} and {move["iteration"] for move in moved} == {4}
+    assert json.loads((again / "report.json").read_text())["guard"] == moved
+    assert measured(again) == measured(whole)[3:]

@@ -293,6 +293,8 @@ def _load_numbers(state: dict[str, Any], chunks: list[Any], optimizer: Any) -> N
         scaler.load_state_dict(state["loss_scaler"])
     fp8 = state_of(unwrap(chunks[0]).config)
     fp8.iteration = int(state["fp8_iteration"])
+    if fp8.guard is not None:
+        fp8.guard.load_rows(state.get("guard_rows", []))
     fp8.weight_generation += 1  # cached quantized weights are stale
 
 

@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel.random import (
 
 from ...files.gc_pause import gc_paused
 from ...fp8_utils import is_float8tensor
-from ...state.collectives import max_over_ranks
+from ...state.collectives import max_over_ranks, union
 from .. import environment as compat
 from ..optimizer.cpu_offload import steps_taken
 from ..optimizer.layer_wise import owned_params
@@ -80,8 +80,11 @@ def numbers(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     scaler = next(iter(scalers(optimizer)), None)
     fp8 = state_of(unwrap(chunks[0]).config)
     moves = [] if fp8.guard is None else [list(move) for move in fp8.guard.moves.values()]
+    # A pipeline stage or an expert rank has rows of its own tensors alone.
+    rows = [] if fp8.guard is None else sorted(union(dict.fromkeys(fp8.guard.rows())))
     return {
         **({"guard": moves} if moves else {}),
+        **({"guard_rows": [list(row) for row in rows]} if rows else {}),
         "optimizer_step": max_over_ranks([max(steps, default=0)])[0],  # a stage that is frozen takes no steps
         "fp8_iteration": fp8.iteration,
         "loss_scaler": scaler and {name: float(value) for name, value in scaler.state_dict().items()},

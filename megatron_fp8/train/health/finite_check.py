@@ -23,6 +23,7 @@ from ...mcore.optimizer.optimizer_setup import parts_of
 from ...mcore.runtime import state_of, unwrap
 from ...state.amax_history import AmaxRingBuffer
 from ...state.collectives import first_rank_with, own_device
+from ...state.guard import LEFT
 from ...telemetry.health import forward_order
 
 PARTS = 16
@@ -153,7 +154,7 @@ def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:
                     )
     order = forward_order(name.removesuffix(".weight") for name, _ in parameters)
     slots = [(arena, slot) for arena in arenas for slot in arena.slots]
-    slots.sort(key=lambda pair: order.get(_SLOT.sub("", pair[1].name), len(order)))
+    slots.sort(key=lambda pair: order.get(_SLOT.sub("", pair[1].name.removesuffix(LEFT)), len(order)))
     # A gradient that is cast for each GEMM has a second slot, SITE.grad_output.wgrad.
     forward, backward = (
         [p for p in slots if (".grad_output" in p[1].name) == last] for last in (False, True)
@@ -162,7 +163,8 @@ def _not_finite(chunks: list[Any]) -> Iterator[tuple[str, int, str]]:
         for place, (arena, slot) in enumerate(pairs):
             own = arena.own_nonfinite
             if slot.index < len(own) and (count := int(own[slot.index])):
-                yield kind, place, f"the FP8 cast of {slot.name} met {count} NaN or Inf"
+                what = "" if slot.name.endswith(LEFT) else "the FP8 cast of "
+                yield kind, place, f"{what}{slot.name.removesuffix(LEFT)} met {count} NaN or Inf"
     for place, (name, parameter) in enumerate(reversed(parameters)):
         gradient = getattr(parameter, "main_grad", None)
         gradient = parameter.grad if gradient is None else gradient

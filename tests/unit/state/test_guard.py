@@ -86,6 +86,16 @@ def test_an_illness_starts_anew_after_health_or_another():
     assert run(state, slot, [1000.0, 0.5, 4000.0, 0.5, 0.5])[-2:] == [[], [("underflows", 2)]]
 
 
+def test_a_resume_counts_on():
+    state, slot = make(patience=3)
+    run(state, slot, [1.0, 3.0, 9.0])
+    other, again = make(patience=3)
+    run(other, again, [9.0])
+    other.guard.load_rows([list(row) for row in state.guard.rows()])  # a manifest has lists
+    assert state.guard.rows() == [("fc1.input", "saturates", 2)]
+    assert run(state, slot, [27.0]) == run(other, again, [27.0]) == [[("saturates", 3)]]
+
+
 def test_what_is_not_cast_stays_as_ill_as_it_was():
     state, slot = make()
     assert run(state, slot, [1.0, 3.0, None, 0.0, 9.0]) == [[], [], [], [], [("saturates", 2)]]

@@ -100,7 +100,7 @@ def first_cause(
     """What is named first on a rank of the first or second of two stages where these have NaN; its place in the order."""
     arena = Arena(None, torch.device("cpu"))
     for layer in LAYERS:
-        for role in ("input", "weight", "grad_output", "grad_output.wgrad"):
+        for role in ("input", "weight", "grad_output", "grad_output.wgrad", "grad_output (left)"):
             arena.add(None, E5M2).name = f"{layer}.{role}"
     weights = [
         (f"{layer}.weight", torch.nn.Parameter(torch.ones(3, dtype=torch.float32))) for layer in LAYERS
@@ -132,6 +132,12 @@ def first_cause(
         # A loss that is NaN: its gradient comes to the last layer first.
         ([f"{layer}.grad_output" for layer in LAYERS], "the FP8 cast of layers.1.fc1.grad_output"),
         ([f"{layer}.weight.grad" for layer in LAYERS], "the gradient of layers.1.fc1.weight"),
+        # The guard moved its site to BF16, or moved it just now.
+        (["layers.0.fc1.grad_output (left)"], "layers.0.fc1.grad_output"),
+        (
+            ["layers.0.fc1.grad_output (left)", "layers.1.fc1.grad_output"],
+            "the FP8 cast of layers.1.fc1.grad_output",
+        ),
         # A gradient that two GEMMs cast differently is no input.
         (["layers.0.fc1.grad_output.wgrad", "layers.0.fc2.input"], "the FP8 cast of layers.0.fc2.input"),
         (["layers.0.fc2.input", "layers.1.fc1.input"], "the FP8 cast of layers.0.fc2.input"),
