@@ -29,12 +29,14 @@ def arguments(plan: ProductPlan, a: QuantizedSide, b: QuantizedSide) -> tuple[to
 
 
 def place_codes(codes: torch.Tensor, rows: int, k: int) -> torch.Tensor:
-    """Row-major codes [rows, k]; the codes themselves if they are. A transposed view is copied (GPUs: by a kernel).
+    """Row-major codes [rows, k], from a multiple of 16 bytes on; the codes themselves if they are. A transposed view is
+    copied (GPUs: by a kernel).
 
     Padding is zeros. If only rows are missing and the memory is long enough, it is that memory's content: such rows give
     rows or columns of the result that are cut.
     """
-    if codes.shape[1] == k and codes.stride() == (k, 1):
+    starts_well = codes.storage_offset() % 16 == 0
+    if codes.shape[1] == k and codes.stride() == (k, 1) and starts_well:
         if codes.shape[0] == rows:
             return codes
         if _room(codes) >= rows * k:
@@ -48,7 +50,9 @@ def place_codes(codes: torch.Tensor, rows: int, k: int) -> torch.Tensor:
         from ...kernels.gemm_layouts import transpose  # loads Triton
 
         byte = transpose(byte.t())
-    elif byte.stride() != (k, 1):  # of one row or column too, whose strides contiguous() ignores
+    elif (
+        byte.stride() != (k, 1) or not starts_well
+    ):  # of one row or column too, whose strides contiguous() ignores
         byte = torch.empty(rows, k, dtype=torch.uint8, device=byte.device).copy_(byte)
     return byte.view(codes.dtype)
 

@@ -409,6 +409,16 @@ def test_a_bias_is_read_wherever_it_lies(ours):
         assert bool(fake.calls) != ours
 
 
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "nvfp4"])
+def test_codes_that_begin_between_multiples_of_16_bytes(name):
+    a, b = operands("fprop", ALL_RECIPES[name], 64, 48, 128)
+    with fake_torch():
+        whole = native.gemm(a, b)
+        room = torch.empty(8 + a.codes.numel(), dtype=torch.uint8)[8:].view(a.codes.shape)
+        codes = room.copy_(a.codes.view(torch.uint8)).view(a.codes.dtype)
+        assert_same_bytes(native.gemm(replace(a, codes=codes), b), whole)
+
+
 def test_scales_of_later_rows():
     """cuBLAS reads scales per row in pieces of 16 bytes: those that begin elsewhere are copied (pytorch#159957)."""
     a, b = operands("fprop", RECIPES["rowwise"], 64, 48, 128)
