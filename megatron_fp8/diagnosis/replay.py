@@ -26,6 +26,7 @@ from ..files.checkpoint import (
     iteration_of,
     read_manifest,
 )
+from ..files.manifest import Manifest
 from ..fp8_utils import quantizes
 from ..mcore.checkpoint.loader import load_moments, load_weights
 from ..mcore.sites import check_plan
@@ -166,24 +167,13 @@ def replay(
         checkpoint: a checkpoint's folder, a folder of checkpoints, or a run's folder.
         options, config, recipe, fp8: as in restore.restore.
         iteration: iteration of the first batch, with the newest checkpoint before it; None: the latest checkpoint and
-        its
-            next batch.
+            its next batch.
         batches: number of batches, each of one iteration.
 
     Raises ValueError on every rank if there is no checkpoint, if it is damaged or of another model, or if an option is
     wrong.
     """
-    folder = (
-        find_checkpoint(Path(checkpoint))
-        if iteration is None
-        else newest_checkpoint_before(Path(checkpoint), iteration)
-    )
-    manifest = read_manifest(folder)
-    if "consumed_samples" not in manifest.state:
-        raise ValueError(
-            f"the checkpoint {str(folder)!r} does not say what data its run has read: it was saved from Python, or"
-            " imported; diagnose a model from Python with megatron_fp8.diagnose(model, loss_of, batches)"
-        )
+    folder, manifest = _checkpoint(Path(checkpoint), iteration)
     saved, beyond = checkpoint_compat.run_of_manifest(manifest), later_training_note(Path(checkpoint), folder)
     if beyond and (now := RunRecord(run_folder_of(folder)).config()).get("model"):
         saved = now  # the run's settings: the checkpoint may be an import, which no recipe trained
@@ -216,11 +206,43 @@ def replay(
         lines.append(
             f"the weights are those after iteration {manifest.iteration}, the batch is that of {first}"
         )
+    runner = _runner(run, chunks, data[0], folder, manifest, skipped_samples, batches)
+    if line := other_shards(manifest.facts.get("layout") or {}, run.model, runner.plans.values()):
+        lines.append(line)
+    unchanged = not skipped_samples and config is None and recipe is None and fp8 is None
+    recorded = (
+        recorded_loss(run_folder_of(folder), first, saved.get("model", {}), options) if unchanged else None
+    )
+    return Replay(runner, run, folder, manifest.iteration, first, lines, recorded)
+
+
+def _checkpoint(path: Path, iteration: int | None) -> tuple[Path, Manifest]:
+    """The checkpoint to replay from. Raises ValueError where there is none, or where none says what data were read."""
+    folder = find_checkpoint(path) if iteration is None else newest_checkpoint_before(path, iteration)
+    manifest = read_manifest(folder)
+    if "consumed_samples" not in manifest.state:
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} does not say what data its run has read: it was saved from Python, or"
+            " imported; diagnose a model from Python with megatron_fp8.diagnose(model, loss_of, batches)"
+        )
+    return folder, manifest
+
+
+def _runner(
+    run: RunConfig,
+    chunks: list[Any],
+    data: Any,
+    folder: Path,
+    manifest: Manifest,
+    skipped_samples: int,
+    batches: int,
+) -> CheckpointRunner:
+    """The runner of batches from ``skipped_samples`` after the checkpoint's, with its loss scale and Adam moments."""
     scaler = manifest.state.get("loss_scaler") or {}
-    runner = CheckpointRunner(
+    return CheckpointRunner(
         run,
         chunks,
-        data[0],
+        data,
         manifest.state["consumed_samples"] + skipped_samples,
         batches,
         loss_scale=float(scaler.get("scale", 1.0)) if run.model.fp16 else 1.0,
@@ -230,13 +252,6 @@ def replay(
         },
         left_out=ranges_of(manifest.state.get("left_out", [])),
     )
-    if line := other_shards(manifest.facts.get("layout") or {}, run.model, runner.plans.values()):
-        lines.append(line)
-    unchanged = not skipped_samples and config is None and recipe is None and fp8 is None
-    recorded = (
-        recorded_loss(run_folder_of(folder), first, saved.get("model", {}), options) if unchanged else None
-    )
-    return Replay(runner, run, folder, manifest.iteration, first, lines, recorded)
 
 
 def newest_checkpoint_before(path: Path, iteration: int) -> Path:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -49,6 +49,9 @@ from .probe import (
     runs_as_mx,
 )  # fmt: skip
 from .products import accumulate, gemm, grouped_gemm, multiply
+
+if TYPE_CHECKING:
+    from ...kernels import quantize as casts
 
 __all__ = [
     "accumulate", "advice", "gemm", "grouped_gemm", "kernels_cast", "name", "notes", "padded_products", "quantize",
@@ -210,16 +213,10 @@ def quantize(
     if rule.scale == "e4m3":
         return fp4.quantize(CastRequest(x, rule, direction, scale, running, reduce_amax, region, for_product))
     from ...kernels import quantize as casts  # loads Triton, which importing the package must not
-    from ...kernels import zero_pool
 
     # The only scale that is computed from a recorded amax.
     tensorwise = scale is None and rule.granularity.is_tensor
-    if running is None:
-        record = casts.Record.new(x.device)
-    elif tensorwise:
-        record = casts.Record(zero_pool.take(x.device)[0], running.nonfinite, running.amax)
-    else:
-        record = casts.Record(running.amax, running.nonfinite)
+    record = _record(x.device, running, tensorwise)
     matrix = source_of(x)
     granularity, pow2 = rule.granularity, rule.pow2
     tiled = for_product and (rule.scale == "e8m0" or runs_as_mx(rule, refusals(x.device, multiply)))
@@ -256,16 +253,36 @@ def quantize(
             record=record,
             **how,
         )
+    amax = record.amax if running is None else running.amax
+    quantized = _as_tensor(sides, x, rule, wanted, tiled=tiled, is_view=is_view)
+    return CastResult(quantized, amax, record.nonfinite)
+
+
+def _record(device: torch.device, running: RunningAmax | None, tensorwise: bool) -> casts.Record:
+    """Where a cast's kernels write amax and non-finite count; ``tensorwise``: its own amax apart, for its scale."""
+    from ...kernels import quantize as casts
+    from ...kernels import zero_pool
+
+    if running is None:
+        return casts.Record.new(device)
+    if tensorwise:
+        return casts.Record(zero_pool.take(device)[0], running.nonfinite, running.amax)
+    return casts.Record(running.amax, running.nonfinite)
+
+
+def _as_tensor(
+    sides: casts.Sides, x: torch.Tensor, rule: Rule, direction: Direction, *, tiled: bool, is_view: bool
+) -> Float8Tensor:
+    """The kernels' (codes, scale_inv) of each side as a tensor; ``is_view``: columnwise is rowwise, transposed."""
     row, column = sides
     padding = 0 if column is None else column.codes.shape[1] - x.shape[0]
-    rowwise = row and QuantizedSide(*row, granularity, pow2, tiled=tiled)
-    columnwise = column and QuantizedSide(*column, granularity, pow2, tiled=tiled, padding=padding)
-    if is_view and wanted != "rowwise":
+    rowwise = row and QuantizedSide(*row, rule.granularity, rule.pow2, tiled=tiled)
+    columnwise = column and QuantizedSide(*column, rule.granularity, rule.pow2, tiled=tiled, padding=padding)
+    if is_view and direction != "rowwise":
         assert rowwise is not None
         columnwise = rowwise.transposed()
-        rowwise = rowwise if wanted == "both" else None
-    amax = record.amax if running is None else running.amax
-    return CastResult(Float8Tensor(rowwise, columnwise, x.dtype), amax, record.nonfinite)
+        rowwise = rowwise if direction == "both" else None
+    return Float8Tensor(rowwise, columnwise, x.dtype)
 
 
 def _serves_both(shape: Sequence[int], rule: Rule, device: torch.device) -> bool:

@@ -247,9 +247,8 @@ def resume(
         changed = checkpoint_compat.may_change(run, manifest, data)
         lines += [_note(f"not as it was: {', '.join(map(str, changed))}")] if changed else []
         lines += map(_note, _data_notes(changed))
-    steps = state["scheduler_steps"] - 1  # the scheduler is one step ahead of the optimizer
-    skipped = manifest.iteration - steps
-    so_far = manifest.facts.get("accepted", [])
+    # The scheduler is one step ahead of the optimizer.
+    skipped = manifest.iteration - (state["scheduler_steps"] - 1)
     now = [{"iteration": manifest.iteration, **vars(change)} for change in accepted]
     omitted = on_first_rank(lambda: skipped_samples.merge_records(folder.parent, state.get("left_out", [])))
     if omitted:
@@ -259,7 +258,7 @@ def resume(
         state["consumed_samples"],
         skipped,
         folder,
-        [*so_far, *now],
+        [*manifest.facts.get("accepted", []), *now],
         lines,
         omitted,
         state.get("liveness", {}),
