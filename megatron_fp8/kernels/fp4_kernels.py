@@ -19,7 +19,7 @@ import triton.language as tl
 from .device_math import INF, as_bits, divide, magnitudes, record, widen, without_nan
 from .fp4_math import LARGEST, block_scales, columns, hadamard, random_bytes, words_of
 from .quantize_kernels import store_tiled
-from .tile_amax import nonfinite_in, row_tops, top_of
+from .tile_amax import nonfinite_in, row_amax_bits, tile_amax_bits
 from .tiles import load, place, rows_of
 
 
@@ -33,11 +33,11 @@ def find_fp4_amaxes(
     tile = load(
         x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS, 16
     )
-    largest = top_of(tile, True)
+    largest = tile_amax_bits(tile, True)
     count = tl.zeros_like(largest)
     if largest >= INF:
         count = nonfinite_in(tile)
-        largest = top_of(tile, False)
+        largest = tile_amax_bits(tile, False)
     record(amax, nonfinite, largest, count)
     if RUNNING:
         tl.atomic_max(running, largest, sem="relaxed")
@@ -109,10 +109,10 @@ def _cast_rows(
     COLS: tl.constexpr = tile.shape[1]
     A: tl.constexpr = ROWS // 16
     B: tl.constexpr = COLS // 16
-    bits = row_tops(tile, 16, True)
+    bits = row_amax_bits(tile, 16, True)
     if tl.max(bits) > INF:
         tile = tl.where(magnitudes(widen(tile)) > INF, tl.zeros_like(tile), tile)
-        bits = row_tops(tile, 16, True)
+        bits = row_amax_bits(tile, 16, True)
     if SQUARE:
         bits = tl.max(tl.reshape(bits, (16, A, B)), 0)
     code, factor = block_scales(bits, amax)

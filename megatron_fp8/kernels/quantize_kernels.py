@@ -25,7 +25,7 @@ from .device_math import (
     widen,
 )
 from .gemm_layouts import tiled_at
-from .tile_amax import col_tops, nonfinite_in, row_tops, top_of
+from .tile_amax import col_amax_bits, nonfinite_in, row_amax_bits, tile_amax_bits
 from .tiles import load, load_halves, place, quarters, rows_of, store_rows, store_turned
 
 # An arena's numbers may be 16-byte aligned or not: one compiled variant serves both.
@@ -42,11 +42,11 @@ def find_amaxes(
     """Updates amaxes of rows [rows], columns [cols] and the matrix by their maximum; the matrix's also updates
     ``running``."""
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
-    row_bits, col_bits, largest = _tops(tile, ROWWISE, COLUMNWISE, COLS, ROWS, True)
+    row_bits, col_bits, largest = _amax_bits(tile, ROWWISE, COLUMNWISE, COLS, ROWS, True)
     count = tl.zeros_like(largest)
     if largest >= INF:
         count = nonfinite_in(tile)
-        row_bits, col_bits, largest = _tops(tile, ROWWISE, COLUMNWISE, COLS, ROWS, False)
+        row_bits, col_bits, largest = _amax_bits(tile, ROWWISE, COLUMNWISE, COLS, ROWS, False)
     down, across = place(cols, COLS)
     row = (down * ROWS + rows_of(ROWS))[:, None]
     col = (across * COLS + tl.arange(0, COLS))[None, :]
@@ -69,14 +69,14 @@ def find_gradient_amaxes(
 ):  # fmt: skip
     """``find_amaxes`` of SwiGLU's gradient [rows, 2 half], both halves at once."""
     dgate, dup = load_halves(x, x_stride, first, first_stride, second, rows, half, WEIGHTED, ROWS, COLS)
-    gate_rows, gate_cols, gate_top = _tops(dgate, ROWWISE, COLUMNWISE, COLS, ROWS, True)
-    up_rows, up_cols, up_top = _tops(dup, ROWWISE, COLUMNWISE, COLS, ROWS, True)
+    gate_rows, gate_cols, gate_top = _amax_bits(dgate, ROWWISE, COLUMNWISE, COLS, ROWS, True)
+    up_rows, up_cols, up_top = _amax_bits(dup, ROWWISE, COLUMNWISE, COLS, ROWS, True)
     largest = tl.maximum(gate_top, up_top)
     count = tl.zeros_like(largest)
     if largest >= INF:
         count = nonfinite_in(dgate) + nonfinite_in(dup)
-        gate_rows, gate_cols, gate_top = _tops(dgate, ROWWISE, COLUMNWISE, COLS, ROWS, False)
-        up_rows, up_cols, up_top = _tops(dup, ROWWISE, COLUMNWISE, COLS, ROWS, False)
+        gate_rows, gate_cols, gate_top = _amax_bits(dgate, ROWWISE, COLUMNWISE, COLS, ROWS, False)
+        up_rows, up_cols, up_top = _amax_bits(dup, ROWWISE, COLUMNWISE, COLS, ROWS, False)
         largest = tl.maximum(gate_top, up_top)
     down, across = place(half, COLS)
     row = (down * ROWS + rows_of(ROWS))[:, None]
@@ -112,11 +112,11 @@ def cast_tensor(
     down, across = place(cols, COLS)
     top, left = down * ROWS, across * COLS
     if RECORD:
-        largest = top_of(tile, True)
+        largest = tile_amax_bits(tile, True)
         count = tl.zeros_like(largest)
         if largest >= INF:
             count = nonfinite_in(tile)
-            largest = top_of(tile, False)
+            largest = tile_amax_bits(tile, False)
         record(amax, nonfinite, largest, count)
     if ROWWISE:
         store_rows(row_codes, encode(widen(tile) * scale, E4M3), top, left, rows, cols)
@@ -166,13 +166,13 @@ def quantize_tiles(
     tile = load(x, x_stride, first, first_stride, second, offset, rows, cols, SOURCE, WEIGHTED, ROWS, COLS)
     ALONG_ROWS: tl.constexpr = ROWWISE and not SQUARE
     ALONG_COLS: tl.constexpr = COLUMNWISE and not SQUARE
-    row_bits, col_bits, largest = _tops(tile, ALONG_ROWS, ALONG_COLS, BLOCK, BLOCK, True)
+    row_bits, col_bits, largest = _amax_bits(tile, ALONG_ROWS, ALONG_COLS, BLOCK, BLOCK, True)
     count = tl.zeros_like(largest)
     by_row = cast_scale(row_bits, epsilon, factor, E4M3, KIND, FINITE=True)
     by_col = cast_scale(col_bits, epsilon, factor, E4M3, KIND, FINITE=True)
     if largest >= INF:
         count = nonfinite_in(tile)
-        row_bits, col_bits, largest = _tops(tile, ALONG_ROWS, ALONG_COLS, BLOCK, BLOCK, False)
+        row_bits, col_bits, largest = _amax_bits(tile, ALONG_ROWS, ALONG_COLS, BLOCK, BLOCK, False)
         by_row = cast_scale(row_bits, epsilon, factor, E4M3, KIND, FINITE=False)
         by_col = cast_scale(col_bits, epsilon, factor, E4M3, KIND, FINITE=False)
     if RECORD:
@@ -280,21 +280,21 @@ def write_values(
 
 
 @triton.jit
-def _tops(
+def _amax_bits(
     tile, ALONG_ROWS: tl.constexpr, ALONG_COLS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr,
     NAN: tl.constexpr,
 ):  # fmt: skip
     """Largest bits of each 1 x WIDTH block [ROWS, COLS / WIDTH], of each HEIGHT x 1 block [ROWS / HEIGHT, COLS], and of
     the tile, which also stands for one that is not requested. NAN: NaN is above INF (else it is ignored)."""
     if ALONG_ROWS:
-        row_bits = row_tops(tile, WIDTH, NAN)
+        row_bits = row_amax_bits(tile, WIDTH, NAN)
         largest = tl.max(row_bits)
     if ALONG_COLS:
-        col_bits = col_tops(tile, HEIGHT, NAN)
+        col_bits = col_amax_bits(tile, HEIGHT, NAN)
         if not ALONG_ROWS:
             largest = tl.max(col_bits)
     if not ALONG_ROWS and not ALONG_COLS:
-        largest = top_of(tile, NAN)
+        largest = tile_amax_bits(tile, NAN)
     if not ALONG_ROWS:
         row_bits = largest
     if not ALONG_COLS:

@@ -116,7 +116,7 @@ def _float32_bits(tile, NAN: tl.constexpr):
 
 
 @triton.jit
-def row_tops(tile, WIDTH: tl.constexpr, NAN: tl.constexpr):
+def row_amax_bits(tile, WIDTH: tl.constexpr, NAN: tl.constexpr):
     """int32 [ROWS, COLS / WIDTH]: amax, as float32 bits, of each 1 x WIDTH block of a tile [ROWS, COLS].
 
     NAN: a block with a NaN has bits above INF; otherwise NaN is ignored, and a block of NaN alone has 0.
@@ -132,10 +132,10 @@ def row_tops(tile, WIDTH: tl.constexpr, NAN: tl.constexpr):
 
 
 @triton.jit
-def col_tops(tile, HEIGHT: tl.constexpr, NAN: tl.constexpr):
+def col_amax_bits(tile, HEIGHT: tl.constexpr, NAN: tl.constexpr):
     """int32 [ROWS / HEIGHT, COLS]: amax bits of each HEIGHT x 1 block of a tile with rows in tiles.rows_of order.
 
-    NAN as in ``row_tops``.
+    NAN as in ``row_amax_bits``.
     """
     ROWS: tl.constexpr = tile.shape[0]
     COLS: tl.constexpr = tile.shape[1]
@@ -150,8 +150,8 @@ def col_tops(tile, HEIGHT: tl.constexpr, NAN: tl.constexpr):
 
 
 @triton.jit
-def top_of(tile, NAN: tl.constexpr):
-    """int32 []: amax bits of a tile; NAN as in ``row_tops``."""
+def tile_amax_bits(tile, NAN: tl.constexpr):
+    """int32 []: amax bits of a tile; NAN as in ``row_amax_bits``."""
     if tile.dtype == tl.float32:
         return tl.max(_float32_bits(tile, NAN))
     else:

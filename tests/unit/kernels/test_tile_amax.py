@@ -20,9 +20,9 @@ def find(x, row_bits, col_bits, largest, count, NAN: tl.constexpr):
     row, col = tiles.rows_of(128), tl.arange(0, 64)
     tile = tl.load(x + row[:, None] * 64 + col[None, :])
     at = row[:, None] * 2 + tl.arange(0, 2)[None, :]
-    tl.store(row_bits + at, tile_amax.row_tops(tile, 32, NAN))
-    tl.store(col_bits + tl.arange(0, 4)[:, None] * 64 + col[None, :], tile_amax.col_tops(tile, 32, NAN))
-    tl.store(largest, tile_amax.top_of(tile, NAN))
+    tl.store(row_bits + at, tile_amax.row_amax_bits(tile, 32, NAN))
+    tl.store(col_bits + tl.arange(0, 4)[:, None] * 64 + col[None, :], tile_amax.col_amax_bits(tile, 32, NAN))
+    tl.store(largest, tile_amax.tile_amax_bits(tile, NAN))
     tl.store(count, tile_amax.nonfinite_in(tile))
 
 
