@@ -303,7 +303,8 @@ class Arena:
         if cold:
             return (
                 f"{len(cold)} tensors have no delayed scale yet ({', '.join(cold[:3])}{', ...' if cold[3:] else ''}):"
-                " train one iteration more without a graph, in which each of them is quantized"
+                " train one iteration more without a graph, in which each of them is quantized, and override the recipe"
+                " of those that training never quantizes (gradients of frozen first layers, layers that do not run)"
             )
         if self.rows.shape[1] != len(self.slots) or (self.world_size > 1 and self._agreed != len(self.slots)):
             return "no iteration has been finished with all of its layers: train one without a graph"

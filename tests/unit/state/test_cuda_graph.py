@@ -243,6 +243,7 @@ def test_steps_that_decide_on_the_host_are_refused():
     model = Model("delayed")
     model.load(0)
     assert "6 tensors have no delayed scale yet (layers.0.linear.input," in refused(model.state)
+    assert "override the recipe of those that training never quantizes" in refused(model.state)
     model.step()
     assert "no delayed scale" in refused(model.state)
     model.state.finish_iteration()
