@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.support.fork_server import python
 from megatron_fp8.files.checkpoint import read_manifest
-from tests.support.command import APP, environment
+from tests.support.command import ROOT, run_each
 from tests.support.manifests import edit
 from tests.support.old_checkpoints import options, unpacked
 
@@ -108,11 +107,7 @@ def heard(folder) -> Heard:
         "did code run": ["inspect", "ran"],
         "own code": [*generate, "--model.fp8_quantizer_factory=own_factory.factory"],
     }  # fmt: skip
-    (folder / "commands.json").write_text(json.dumps(list(commands.values())))
-    here = environment(PYTHONPATH=f"{environment()['PYTHONPATH']}:.")
-    done = python(APP, "heard", "commands.json", cwd=folder, env=here, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(commands, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
+    return run_each(folder, commands, cwd=folder, PYTHONPATH=f"{ROOT}:.")
 
 
 def refused(heard: Heard, name: str) -> str:

@@ -28,7 +28,7 @@ from megatron_fp8.files.checkpoint import (
     read_metadata,
 )
 from megatron_fp8.train.run_record import record_of
-from tests.support.command import APP, MEASURED, MODEL, environment, lines, run
+from tests.support.command import APP, MEASURED, MODEL, environment, lines, run, run_all
 from tests.support.manifests import edit, relist
 
 FIELDS = {**MODEL, "num_layers": 2, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
@@ -58,20 +58,11 @@ def config(folder) -> Path:
     return path
 
 
-def run_many(folder: Path, commands: list[list[str]]) -> list[tuple[int, str]]:
-    """(exit code, what was said on stderr) of each command, one after the other in one process."""
-    path = folder / "commands.json"
-    path.write_text(json.dumps(commands))
-    done = run(APP, "many", path, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return [(code, said) for code, said in json.loads(done.stdout.splitlines()[-1])]
-
-
 @pytest.fixture(scope="module")
 def trained(folder, config) -> Path:
     """The folder of a run of three iterations with a checkpoint after each."""
     out = folder / "runs" / "first"
-    assert run_many(folder, [["train", f"--config={config}", f"--run_dir={out}"]]) == [(0, "")]
+    assert run_all(folder, [["train", f"--config={config}", f"--run_dir={out}"]]) == [(0, "")]
     return out
 
 
@@ -157,7 +148,7 @@ def results(folder, config, trained) -> dict[str, tuple[int, str]]:
     done = run(APP, "killed", "load", *commands["killed as it loads"], from_there)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert complete_checkpoints(killed) == []
-    return dict(zip(commands, run_many(folder, list(commands.values())), strict=True))
+    return dict(zip(commands, run_all(folder, commands.values()), strict=True))
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(folder, trained, results):

@@ -11,8 +11,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.support.fork_server import python
-from tests.support.command import APP, MODEL, environment, lines, torchrun
+from tests.support.command import MODEL, lines, run_each, torchrun
 from tests.support.hf_small import write_family
 
 TURNS = (
@@ -89,11 +88,7 @@ def heard(folder: Path) -> dict[str, tuple[int, str, str]]:
         "generate": ["generate", "imported", "--prompt=spam"],
         "bytes": [*imported, "--data.tokenizer=bytes"],
     }
-    path = folder / "commands.json"
-    path.write_text(json.dumps(list(commands.values())))
-    done = python(APP, "heard", str(path), env=environment(), cwd=folder, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(commands, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
+    return run_each(folder, commands, cwd=folder)
 
 
 def test_a_binary_file_is_refused_by_name(heard):

@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks.support.fp8_gpt import MOE
 from benchmarks.support.ranks import Layout
-from tests.support.command import APP, MODEL, run
+from tests.support.command import MODEL, run_each
 from tests.support.diagnosis_cases import diagnosed, planned
 from tests.support.long_cases import some
 
@@ -98,15 +98,6 @@ def test_a_layer_that_no_format_can_hold_stays_in_high_precision(ranks, layout):
 Heard = dict[str, tuple[int, str, str]]
 
 
-def _run(folder: Path, commands: dict[str, list[Any]]) -> Heard:
-    """(exit code, stderr, stdout) of each command, one after the other in one process."""
-    path = folder / "commands.json"
-    path.write_text(json.dumps([list(map(str, command)) for command in commands.values()]))
-    done = run(APP, "heard", path, timeout=250)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(commands, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("diagnosis")
@@ -132,7 +123,7 @@ def heard(folder) -> Heard:
     config.write_text(yaml.safe_dump(content))
     trained, other = folder / "run", folder / "other"
     diagnose = ["diagnose", trained, "--budget", "60"]
-    return _run(
+    return run_each(
         folder,
         {
             "train": ["train", f"--config={config}", f"--run_dir={trained}"],
@@ -240,7 +231,7 @@ def test_a_run_with_the_plan_s_overrides_plans_these_precisions(heard, folder):
     options = [f"--run_dir={folder / 'planned'}", "--train.train_iters=1", "--model.fp8_param=false"]
     text = (here / "plan.yaml").read_text()
     train = ["train", f"--config={folder / 'small.yaml'}", *options, f"--model.fp8_overrides={text}"]
-    code, said, _ = _run(folder, {"train": train})["train"]
+    code, said, _ = run_each(folder, {"train": train})["train"]
     assert code == 0, said
     report = json.loads((folder / "planned" / "report.json").read_text())
     sites = {site["name"]: site["gemms"] for site in report["sites"]}

@@ -6,12 +6,11 @@ page from first to last.
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 
-from tests.support.command import APP, ROOT, empty_cache, run
+from tests.support.command import ROOT, empty_cache, run_each
 from tests.support.docs_blocks import blocks
 from tests.support.pages import PAGES, SMALL, name
 
@@ -76,14 +75,9 @@ def test_commands_run(tmp_path):
         if is_run(list(words)):
             assert words[0] == "megatron-fp8", (where, words)
             wanted.append((where, as_here(list(words), f"runs/of-{number}")))
-    (tmp_path / "cases.json").write_text(json.dumps([words for _, words in wanted]))
-    done = run(
-        APP, "heard", tmp_path / "cases.json", cwd=tmp_path, XDG_CACHE_HOME=empty_cache(tmp_path), timeout=180
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    for (where, words), (code, said, printed) in zip(
-        wanted, json.loads(done.stdout.splitlines()[-1]), strict=True
-    ):
+    cases = dict(enumerate(words for _, words in wanted))
+    found = run_each(tmp_path, cases, cwd=tmp_path, XDG_CACHE_HOME=empty_cache(tmp_path), timeout=180)
+    for (where, words), (code, said, printed) in zip(wanted, found.values(), strict=True):
         assert code == 0, f"{where}: {' '.join(words)}\n{said[-2000:]}"
         assert printed or said, f"{where}: {' '.join(words)} says nothing"
     assert len(wanted) > 18

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megatron_fp8.train.report import format_report
-from tests.support.command import APP, MEASURED, MODEL, lines, run
+from tests.support.command import MEASURED, MODEL, lines, run_all
 
 OPTIONS = [
     "--model.fp16=true", "--optimizer.use_distributed_optimizer=true", "--optimizer.initial_loss_scale=4194304",
@@ -59,10 +59,7 @@ def results(tmp_path_factory: Any) -> tuple[Path, list[tuple[int, str]]]:
         ],
         *([*start, *options.split(), f"--run_dir={folder / 'refused'}"] for options in REFUSED),
     ]
-    (folder / "commands.json").write_text(json.dumps(commands))
-    done = run(APP, "many", folder / "commands.json", timeout=200)
-    assert done.returncode == 0, done.stderr
-    return folder, [(code, said) for code, said in json.loads(done.stdout.splitlines()[-1])]
+    return folder, run_all(folder, commands)
 
 
 def test_scale_and_skipped_steps_are_in_the_metrics(results: Any) -> None:

@@ -21,7 +21,7 @@ from megatron_fp8.mcore.runtime import state_of, unwrap
 from megatron_fp8.mcore.sites import fp8_linears
 from megatron_fp8.mcore.spec import get_gpt_layer_fp8_spec
 from megatron_fp8.recipe import DelayedScaling
-from tests.support.command import APP, MODEL, lines, run
+from tests.support.command import MODEL, lines, run_all
 from tests.support.delayed import PlainSlot
 
 ONE, TP_SP, PP = Layout(), Layout(tp=2, sp=True), Layout(pp=2)
@@ -233,9 +233,7 @@ def test_the_app_knows_the_length(tmp_path: Path) -> None:
         ["report", str(tmp_path / "fp8")],
         [*common, f"--run_dir={tmp_path / 'resumed'}", *phases, f"--resume={first}"],
     ]
-    (tmp_path / "commands.json").write_text(json.dumps(commands))
-    done = run(APP, "many", tmp_path / "commands.json")
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = run_all(tmp_path, commands)
     assert [code for code, _ in results] == [0, 0, 2, 0, 0], results
     assert "leave none of 1 iterations to FP8" in results[2][1]
     ours, bf16 = (lines(tmp_path / name / "metrics.jsonl") for name in ("fp8", "bf16"))

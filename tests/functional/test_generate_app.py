@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from benchmarks.support.fork_server import python
 from megatron_fp8.files.checkpoint import latest_checkpoint
 from megatron_fp8.inference.calibration import load_calibration
-from tests.support.command import APP, MODEL, environment, torchrun
+from tests.support.command import MODEL, run_each, torchrun
 from tests.support.command import run as command_run
 from tests.support.manifests import edit
 
@@ -28,15 +25,6 @@ LATENT = {
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 CONTEXT = 32
 Heard = dict[str, tuple[int, str, str]]
-
-
-def run(folder: Path, commands: dict[str, list[Any]]) -> Heard:
-    """(exit code, stderr, stdout) of each command, one after the other in one process."""
-    path = folder / "commands.json"
-    path.write_text(json.dumps([list(map(str, command)) for command in commands.values()]))
-    done = python(APP, "heard", str(path), env=environment(), timeout=200)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(commands, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +60,7 @@ def heard(folder) -> Heard:
     greedy = [*generate, "--temperature", "0"]
     static = [*greedy, "--activations", "static"]
     of_latent = ["generate", folder / "latent", *greedy[2:]]
-    first = run(
+    first = run_each(
         folder,
         {
             "train": ["train", f"--config={config}", f"--run_dir={run_dir}"],
@@ -105,7 +93,7 @@ def heard(folder) -> Heard:
     tensors.write_bytes(tensors.read_bytes()[:-1])
     edit(latest_checkpoint(unsaid / "checkpoints"), lambda content: content["facts"].pop("run"))
     calibrate = ["calibrate", run_dir]
-    return first | run(
+    return first | run_each(
         folder,
         {
             "long prompt": ["generate", run_dir, "--prompt", "x" * CONTEXT],

@@ -17,7 +17,7 @@ from benchmarks.support.gpt import build_chunks, build_optimizer, train_step
 from benchmarks.support.ranks import Layout, RankPool, model_parallel
 from megatron_fp8.report.run import read_run
 from megatron_fp8.train.report import format_report
-from tests.support.command import APP, MODEL, lines, run
+from tests.support.command import MODEL, lines, run_all
 from tests.support.long_cases import some
 
 FPROP = ["*:fprop"]
@@ -175,8 +175,7 @@ def test_runs_resume_at_the_border_and_inside(tmp_path: Path) -> None:
         [*common, f"--run_dir={tmp_path / 'override'}", override, from_(3)],
         ["report", str(tmp_path / "whole")],
     ]
-    (tmp_path / "commands.json").write_text(json.dumps(commands))
-    results = json.loads(run(APP, "many", tmp_path / "commands.json").stdout.splitlines()[-1])
+    results = run_all(tmp_path, commands)
     assert [code for code, _ in results] == [0] * 5, results
     whole, border, inside, override_run = (
         lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "border", "inside", "override")

@@ -13,9 +13,8 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.support.fork_server import python
 from megatron_fp8.commands.main import main
-from tests.support.command import APP, environment
+from tests.support.command import run
 from tests.support.parity import CONFIG, edit_config, edit_tensors
 
 
@@ -26,12 +25,8 @@ def folder(tmp_path_factory) -> Path:
     (folder / "text.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 100)
     data = {"paths": [str(folder / "text.txt")], "split": "1,0,0", "cache_dir": str(folder / "cache")}
     (folder / "run.yaml").write_text(yaml.safe_dump({**CONFIG, "data": data}))
-    commands = [["train", "--config", str(folder / "run.yaml"), f"--run_dir={folder / 'run'}"]]
-    (folder / "commands.json").write_text(json.dumps(commands))
-    done = python(APP, "heard", str(folder / "commands.json"), env=environment(), timeout=200)
-    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])[0][0] == 0, (
-        done.stderr + done.stdout
-    )
+    done = run("-m", "megatron_fp8", "train", "--config", folder / "run.yaml", f"--run_dir={folder / 'run'}")
+    assert done.returncode == 0, done.stderr
     assert main(["export", str(folder / "run"), str(folder / "served"), "--format=fp8-channel"]) == 0
     return folder
 

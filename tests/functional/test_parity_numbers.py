@@ -13,8 +13,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.support.fork_server import python
-from tests.support.command import APP, environment
+from tests.support.command import run_each
 from tests.support.parity import CONFIG, edit_config, edit_tensors
 
 MOE = {
@@ -131,20 +130,6 @@ CASES: dict[str, tuple[str, Plant, list[str], str, str | None]] = {
 }  # fmt: skip
 
 
-def run(
-    folder: Path, commands: dict[str, list[Any]], timeout: float = 300
-) -> dict[str, tuple[int, str, list[str]]]:
-    """(exit code, stderr, lines of stdout) of each command, one after the other in one process."""
-    path = folder / "commands.json"
-    path.write_text(json.dumps([list(map(str, command)) for command in commands.values()]))
-    done = python(APP, "heard", str(path), env=environment(), timeout=timeout)
-    assert done.returncode == 0, done.stderr
-    heard = json.loads(done.stdout.splitlines()[-1])
-    return {
-        name: (code, err, out.splitlines()) for name, (code, err, out) in zip(commands, heard, strict=True)
-    }
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Runs, exports, and planted copies of these: NAME/served, NAME/numbers.json."""
@@ -168,7 +153,7 @@ def folder(tmp_path_factory) -> Path:
             folder / f"{name}-served",
             f"--format={FORMATS[name]}",
         ]
-    for name, (code, err, out) in run(folder, commands).items():
+    for name, (code, err, out) in run_each(folder, commands).items():
         assert code == 0, (name, err, out)
     return folder
 
@@ -199,9 +184,9 @@ def heard(folder) -> dict[str, tuple[int, list[str], dict[str, Any] | None]]:
         plant(served)
         add(name, which, served, *options)
     found = {}
-    for number, (name, (code, err, out)) in enumerate(run(folder, commands).items()):
+    for number, (name, (code, err, out)) in enumerate(run_each(folder, commands).items()):
         assert code in (0, 1), (name, err)
-        found[name] = code, out, json.loads((folder / f"{number}.json").read_text())["numbers"]
+        found[name] = code, out.splitlines(), json.loads((folder / f"{number}.json").read_text())["numbers"]
     return found
 
 

@@ -1,11 +1,9 @@
 """`megatron-fp8 train` with telemetry: what is written, a resumed run, refusals."""
 
-import json
-
 import pytest
 
 from megatron_fp8.telemetry.telemetry import scalars
-from tests.support.command import APP, ROOT, lines, run
+from tests.support.command import ROOT, lines, run, run_all
 
 TINY = ROOT / "examples" / "configs" / "tiny_gpt_cpu.yaml"
 STAND_IN = f"{ROOT}:{ROOT / 'tests' / 'support' / 'wandb_standin'}"
@@ -101,11 +99,8 @@ def test_bad_input_is_one_line_and_changes_nothing(folder, config, runs):
         into = [f"--run_dir={runs[1]}", f"--resume={resume}", "--train.train_iters=6"]
         cases.append([*common, *into, "--telemetry.sites=*.fc9"])
     before = contents(runs[1])
-    path = folder / "cases.json"
-    path.write_text(json.dumps(cases))
-    done = run(APP, "many", path)
-    assert done.stdout, done.stderr
+    found = run_all(folder, cases)
     assert contents(runs[1]) == before
     expectations = [*REFUSED.values(), *["'*.fc9' matches no GEMM site"] * 2]
-    for (code, text), expected in zip(json.loads(done.stdout.splitlines()[-1]), expectations, strict=True):
+    for (code, text), expected in zip(found, expectations, strict=True):
         assert code == 2 and expected in text and len(text.splitlines()) == 1, text

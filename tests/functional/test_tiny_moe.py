@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.command import APP, lines, run, torchrun
+from tests.support.command import lines, run_all, torchrun
 
 CONFIG = "--config=tiny_moe_cpu"
 CUT = [
@@ -59,10 +59,9 @@ BAD = {
 
 
 def test_bad_input_is_one_line_before_training(folder):
-    out, cases = folder / "runs" / "bad", folder / "cases.json"
-    cases.write_text(json.dumps([["train", CONFIG, option, f"--run_dir={out}"] for option in BAD]))
-    done = run(APP, "many", cases, cwd=folder)
-    assert done.returncode == 0 and not out.exists(), done.stderr
-    for (code, said), words in zip(json.loads(done.stdout.splitlines()[-1]), BAD.values(), strict=True):
+    out = folder / "runs" / "bad"
+    found = run_all(folder, [["train", CONFIG, option, f"--run_dir={out}"] for option in BAD], cwd=folder)
+    assert not out.exists()
+    for (code, said), words in zip(found, BAD.values(), strict=True):
         (error,) = (line for line in said.splitlines() if line.startswith("error: "))
         assert code == 2 and words in error, said

@@ -8,7 +8,7 @@ import yaml
 
 from megatron_fp8.recipe import DelayedScaling
 from megatron_fp8.train.config.run_config import known_keys
-from tests.support.command import APP, MEASURED, TWO_RANKS, environment, lines, run, torchrun
+from tests.support.command import APP, MEASURED, TWO_RANKS, environment, lines, run, run_all, torchrun
 from tests.support.host_syncs import ON_CPUS
 from tests.support.size_table import make_table
 
@@ -233,10 +233,7 @@ def test_every_bad_input_is_named_before_training(folder, config):
     others = {f"report {folder / 'nothing'}": "nothing", "doctor x": "is no option of doctor"}
     commands += [case.split() for case in others]
     cases |= others
-    (folder / "cases.json").write_text(json.dumps(commands))
-    done = run(APP, "many", folder / "cases.json")
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = run_all(folder, commands)
     for (case, words), (code, said) in zip(cases.items(), results, strict=True):
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
         assert code == 2 and len(errors) == 1 and words in errors[0], (case, code, said)

@@ -13,8 +13,7 @@ python tests/support/app.py unindexed 0 train ...          there is no room for 
 python tests/support/app.py spike 16:24 train ...          these samples are noise, and a small rise counts as a spike
 python tests/support/app.py truncate 2 train ...           the corpus becomes shorter after the second iteration
 python tests/support/app.py killed load train ...          SIGKILL where it calls this of mcore/checkpoint
-python tests/support/app.py many CASES.json                 several commands; prints [code, stderr] of each
-python tests/support/app.py heard CASES.json                the same; prints [code, stderr, stdout]
+python tests/support/app.py heard CASES.json                several commands; prints [code, stderr, stdout] of each
 """
 
 import sys
@@ -256,14 +255,14 @@ def killed(name, arguments):
         return main(arguments)
 
 
-def many(path, with_output=False):
+def heard(path, _):
     """Run each command of a file; print their exit codes and what they said."""
     results = []
     for arguments in json.loads(Path(path).read_text()):
         said, printed = io.StringIO(), io.StringIO()
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):
             code = main(arguments)
-        results.append([code, said.getvalue(), *([printed.getvalue()] if with_output else [])])
+        results.append([code, said.getvalue(), printed.getvalue()])
     print(json.dumps(results))
     return 0
 
@@ -284,7 +283,6 @@ if __name__ == "__main__":
             "spike": spike,
             "truncate": lambda n, a: after_iteration(int(n), truncate, a),
             "killed": killed,
-            "many": lambda p, _: many(p),
-            "heard": lambda p, _: many(p, with_output=True),
+            "heard": heard,
         }[kind](first, rest)
     )

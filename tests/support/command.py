@@ -57,6 +57,21 @@ def run(*command, timeout=150, cwd=None, **variables):
     return python(*map(str, command), env=environment(**variables), timeout=timeout, cwd=cwd)
 
 
+def run_each(folder, commands, *, timeout=300, **options):
+    """name -> (exit code, stderr, stdout) of each of these commands, one after the other in one forked process."""
+    path = folder / "commands.json"
+    path.write_text(json.dumps([list(map(str, command)) for command in commands.values()]))
+    done = run(APP, "heard", path, timeout=timeout, **options)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(commands, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
+
+
+def run_all(folder, commands, **options):
+    """(exit code, stderr) of each of these commands, likewise."""
+    found = run_each(folder, dict(enumerate(commands)), **options)
+    return [(code, said) for code, said, _ in found.values()]
+
+
 def torchrun(*command, python=sys.executable, cwd=None, input=None):
     """Two ranks of a command, by torch's own launcher, in real processes; forked ones if `python` is a forking one.
 
