@@ -24,14 +24,14 @@ from megatron_fp8.backends.base import Region, RunningAmax
 from megatron_fp8.backends.native import backend as native
 from megatron_fp8.backends.native import placement
 from megatron_fp8.kernels import block_matmul, gemm_layouts
-from megatron_fp8.linear.function import fp8_linear, grouped_linear
+from megatron_fp8.linear.function import grouped_linear
 from megatron_fp8.linear.gemm_site import GemmSite
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.plan.site_plan import fp8_site
 from megatron_fp8.recipe import Granularity, MXFP8BlockScaling, NVFP4BlockScaling, Rule
 from megatron_fp8.state.fp8_state import Fp8State
 from tests.support.scaled_mm import fake_torch
-from tests.support.sites import RECIPES, data, make_site, randn, run
+from tests.support.sites import RECIPES, data, in_turn, make_site, randn, run
 from tests.support.triton_interpreter import lean_interpreter
 
 PRODUCTS = {
@@ -68,15 +68,6 @@ def same_bits(name: str) -> None:
                 assert (side.granularity, side.pow2) == (wanted.granularity, wanted.pow2)
         assert_same_bytes(found.amax, expected.amax, "amax")
         assert float(found.nonfinite) == (2 if role == "input" and x.numel() else 0)
-
-
-def given_scale() -> None:
-    x, rule = randn(40, 50, seed=1), RECIPES["delayed"].rule("input")
-    scale = torch.tensor(3.7)
-    found, expected = (b.quantize(x, rule, "both", scale=scale) for b in (native, emulated))
-    assert_same_bytes(found.tensor.columnwise.codes, expected.tensor.columnwise.codes)
-    assert_same_bytes(found.tensor.rowwise.scale_inv, expected.tensor.rowwise.scale_inv)
-    assert_same_bytes(found.amax, expected.amax)
 
 
 def shared_amaxes() -> None:
@@ -144,11 +135,6 @@ def sites_of_experts(name: str, count: int) -> list[GemmSite]:
     return [GemmSite(fp8_site(f"{e}", 0, RECIPES[name], "native", "test"), state, None) for e in range(count)]
 
 
-def in_turn(leaf, weights, tokens, sites):
-    parts = zip(leaf.split(list(tokens)), weights, sites, strict=True)
-    return torch.cat([fp8_linear(part, weight, None, site) for part, weight, site in parts])
-
-
 def grouped_blocks() -> None:
     """Experts' block-scaled products: one launch for each GEMM, with the bits of one for each expert."""
     refused = dict.fromkeys(("block", "block 1d", "mx"), "not here")
@@ -194,47 +180,6 @@ def grouped_sizes_that_do_not_fit(name: str) -> None:
     for one, *others in zip(*found, strict=True):
         for other in others:
             assert_same_bytes(one, other)
-
-
-def experts_of_any_number_of_tokens(name: str) -> None:
-    """wgrad takes the experts' codes as they lie, with the bits of one expert after the other, whose codes end with the
-    tokens and are copied. Random numbers of tokens, and those around a whole number of what the product sums over."""
-    whole = native.padded_length(RECIPES[name].rule("input").granularity)
-    drawn = torch.randint(2, 2 * whole, (2,), generator=torch.Generator().manual_seed(5)).tolist()
-    tokens = (whole - 1, 0, *drawn, whole + 1, 1, whole)
-    x, _, dy = data(sum(tokens), 128, 128)
-    copied: list[tuple[int, int]] = []
-    original = placement.place_codes
-
-    def watched(codes, rows, k):
-        placed = original(codes, rows, k)
-        if placed.data_ptr() != codes.data_ptr():
-            copied.append(tuple(codes.shape))
-        return placed
-
-    found = []
-    for grouped in (False, True):
-        sites, main_grad = sites_of_experts(name, len(tokens)), name != "rowwise"
-        leaf = x.clone().requires_grad_()
-        weights = [torch.nn.Parameter(randn(128, 128, seed=e)) for e in range(len(tokens))]
-        for weight in weights if main_grad else ():
-            weight.main_grad, weight.grad_added_to_main_grad = torch.ones(128, 128), False
-        ends_there = mock.patch.object(native, "padded_length", lambda granularity: 1)
-        with fake_torch(), mock.patch.object(placement, "place_codes", watched):
-            if grouped:
-                y = grouped_linear(leaf, weights, tokens, sites)
-                y.backward(dy)
-            else:
-                with ends_there:
-                    y = in_turn(leaf, weights, tokens, sites)
-                    y.backward(dy)
-                    # NVFP4's casts always fill blocks.
-                    assert name == "nvfp4" or sum(shape[0] == 128 for shape in copied) >= 2 * 4
-                    copied.clear()
-        found.append([y.detach(), leaf.grad, *(w.main_grad if main_grad else w.grad for w in weights)])
-    # Of E5M2 the older product wants two blocks of tokens in wgrad, of features in dgrad.
-    assert not copied or name == "blockwise-fp32", copied
-    assert_all_same_bytes(*found)
 
 
 def blocks_as_mx() -> None:
@@ -301,6 +246,9 @@ def recorded_straight(name: str) -> None:
                 assert mine.tiled == (name in ("mxfp8", "nvfp4"))
                 assert_same_bytes(mine.plain().codes, theirs.codes)
                 assert_same_bytes(mine.plain().scale_inv, theirs.scale_inv)
+            alone = native.quantize(x, rule, "both", scale=scale)  # recorded nowhere
+            assert_same_bytes(alone.tensor.columnwise.codes, expected.tensor.columnwise.codes)
+            assert_same_bytes(alone.amax, expected.amax)
         assert rows.tolist() == [[0, max(amaxes), 0], [0, 4, 0]], (role, rows)
         assert found.amax is running.amax and found.nonfinite is running.nonfinite
 
@@ -401,7 +349,6 @@ CHECKS = {
     **{f"same bits: {name}": (same_bits, name) for name in RECIPES},
     **{f"linear: {name}": (linear, name) for name in BY_BLOCKS},
     **{f"recorded straight: {name}": (recorded_straight, name) for name in RECIPES},
-    "given scale": (given_scale,),
     "shared amaxes": (shared_amaxes,),
     "rules without a kernel": (rules_without_a_kernel,),
     "blocks that torch lacks": (blocks_that_torch_lacks,),
@@ -410,7 +357,6 @@ CHECKS = {
         f"grouped sizes: {name}": (grouped_sizes_that_do_not_fit, name)
         for name in ("rowwise", "mxfp8", "nvfp4")
     },
-    **{f"experts' tokens: {name}": (experts_of_any_number_of_tokens, name) for name in BY_BLOCKS},
     "blocks as mx": (blocks_as_mx,),
     "one scale on Blackwell": (one_scale_on_blackwell,),
     "gradients rounded stochastically": (gradients_rounded_stochastically,),
