@@ -144,6 +144,16 @@ def test_what_is_announced_can_be_read(static):
           "config_groups": {"g": {"weights": {"num_bits": 8, "type": "int", "strategy": "tensor"}}}}, "8-bit floats"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized",
           "config_groups": {"g": {"weights": {"num_bits": 8, "type": "float", "strategy": "group"}}}}, "per channel"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ'"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, "format='mxfp4-pack-quantized'"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"g": {"weights":
+          {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 64}}}}, "in groups of 16"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized", "config_groups": {"g": {"weights":
+          {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 16}}}}, "in groups of 32"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": {"weights":
+          {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 128]}}}}, r"\[128, 128\]"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
+          "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config"),  # rotates weights
     ],
 )  # fmt: skip
 def test_other_quantizations_are_refused_by_name(config, words):

@@ -349,21 +349,6 @@ def test_blocks_that_compressed_tensors_writes_are_read(tmp_path, block):
     assert torch.equal(found, codes.float() * scale.repeat_interleave(128, 1))
 
 
-def test_blocks_of_another_size_are_refused(tmp_path, capsys):
-    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 128]}
-    quantization = {"quant_method": "compressed-tensors", "format": "float-quantized"}
-    config = {"quantization_config": {**quantization, "config_groups": {"group_0": {"weights": weights}}}}
-    assert "[128, 128]" in refused(capsys, "import", write(tmp_path / "hf", config), tmp_path / "run")
-
-
-def test_weights_that_a_transform_has_rotated_are_refused(tmp_path, capsys):
-    """They are read as any others, and mean something else."""
-    quantization = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}}
-    quantization["transform_config"] = {"config_groups": {"R1": {"type": "hadamard"}}}
-    source = write(tmp_path / "hf", {"quantization_config": quantization})
-    assert "transform_config" in refused(capsys, "import", source, tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     "scales, words",
     [

@@ -13,7 +13,6 @@ from megatron_fp8.backends.emulated import gemm
 from megatron_fp8.huggingface.directory import Tensors
 from megatron_fp8.huggingface.formats import FORMATS, encode
 from megatron_fp8.huggingface.weight_decoder import (
-    check_readable,
     fp4_weights,
     fp8_side,
     read_weight,
@@ -169,19 +168,3 @@ def test_mxfp8_scales_and_second_scales_of_fp8_are_refused(tmp_path):
     two = {"k.weight": codes, "k.weight_scale": torch.ones(1), "k.weight_global_scale": torch.ones(1)}
     with pytest.raises(ValueError, match="NVFP4 weights alone have one"):
         read_weight("k.weight", stored(tmp_path, two))
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ'"),
-        ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, "format='mxfp4-pack-quantized'"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"g": {"weights":
-          {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 64}}}}, "in groups of 16"),
-        ({"quant_method": "compressed-tensors", "format": "mxfp8-quantized", "config_groups": {"g": {"weights":
-          {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 16}}}}, "in groups of 32"),
-    ],
-)  # fmt: skip
-def test_other_forms_are_refused_by_name(config, words):
-    with pytest.raises(ValueError, match=words):
-        check_readable({"quantization_config": config})

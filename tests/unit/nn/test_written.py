@@ -67,6 +67,11 @@ def write_data(model: nn.Module) -> nn.Module:
     return model
 
 
+def replace_memory(model: nn.Module) -> nn.Module:
+    model[0].weight.data = FACTOR * model[0].weight.detach()
+    return model
+
+
 def assign(model: nn.Module) -> nn.Module:
     model[0].weight = nn.Parameter(FACTOR * model[0].weight.detach())
     return model
@@ -95,6 +100,7 @@ class Called(nn.Module):
 
 
 WAYS: dict[str, Callable[[], nn.Module]] = {
+    "other memory": lambda: replace_memory(trained()),
     "assigned": lambda: assign(trained()),
     "assigned in a copy": lambda: assign(copy.deepcopy(trained())),
     "assigned, then copied": lambda: copy.deepcopy(assign(trained())),

@@ -18,10 +18,6 @@ def line(iteration, site, tensor="input", **statistics):
     return {"iteration": iteration, "site": site, "tensor": tensor, **statistics}
 
 
-def values(codes):
-    return values_of(codes)
-
-
 def test_every_number_is_in_its_place(tmp_path):
     found = read(
         tmp_path,
@@ -36,7 +32,11 @@ def test_every_number_is_in_its_place(tmp_path):
     assert found.sites == ("layers.2.fc1", "layers.10.fc1") and found.iterations.tolist() == [10, 20]
     assert list(found.maps) == [("input", "cur_amax"), ("input", "sqnr_db"), ("wgrad", "cur_amax")]
     amax = found.maps["input", "cur_amax"]
-    assert amax[0, 1] == NULL and amax[1, 0] == ABSENT and (values(amax)[0, 0], values(amax)[1, 1]) == (1, 5)
+    assert (
+        amax[0, 1] == NULL
+        and amax[1, 0] == ABSENT
+        and (values_of(amax)[0, 0], values_of(amax)[1, 1]) == (1, 5)
+    )
     assert (found.maps["wgrad", "cur_amax"] == ABSENT).sum() == 3
 
 
@@ -53,7 +53,7 @@ def test_coarser_columns_keep_what_stands_out(tmp_path):
         isinstance(found, Statistics) and found.iterations.tolist() == [0, 20, 40, 60] and found.merged == 2
     )
     codes = found.maps["input", "x"][0]
-    assert values(codes)[[0, 1, 3]].tolist() == [1, 9, 1] and codes[2] == NULL
+    assert values_of(codes)[[0, 1, 3]].tolist() == [1, 9, 1] and codes[2] == NULL
 
 
 def test_what_a_statistic_says():

@@ -17,7 +17,6 @@ from megatron_fp8.numerics import cast, host_sync
 from megatron_fp8.numerics.cast import RandomKey
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import (
-    TENSOR,
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
@@ -289,4 +288,3 @@ def test_errors_say_what_is_wrong():
         measure(x, EVERYTHING, {"": quantize(x[:, :16], MXFP8BlockScaling(), "input", "both")})
     with pytest.raises(ValueError, match="int64"):
         measure(torch.ones(3, dtype=torch.int64, device="cpu"), EVERYTHING)
-    assert Rule(E4M3, TENSOR) is not None
