@@ -36,7 +36,7 @@ from ..state.guard import LEFT, Move
 from ..state.iteration import LATER, NEVER, NOW, IterationCounts, record_time
 from . import is_installed
 from .report import plan_summary
-from .runtime import find_runtime, runtime_of, set_length, state_of, unwrap
+from .runtime import find_runtime, living_runtimes, runtime_of, set_length, state_of, unwrap
 from .sites import check_plan, fp8_linears, is_checked, make_site
 
 _latest = IterationCounts()
@@ -63,7 +63,7 @@ def finish_iteration(model_chunks: list[Any]) -> IterationCounts:
     state = state_of(config)
     if state.capturing:
         return IterationCounts()  # CapturedIteration ends the iteration that it captures
-    if quantizes(config) and state.iteration == 0 and not is_checked(model_chunks):
+    if quantizes(config) and not is_checked(model_chunks):
         check_plan(model_chunks)
         if not runtime_of(config).plan_shown:
             print_rank_0(plan_summary(model_chunks))
@@ -112,16 +112,30 @@ def _final_counts(config: Any, state: Fp8State) -> IterationCounts:
     return state.last
 
 
-def set_training_length(config: Any, iterations: int) -> None:
+def set_training_length(config: Any, iterations: int, done: int | None = None) -> None:
     """Sets the length of the training: ``fp8_high_precision_warmup`` and ``_healing`` are fractions of it.
 
-    Call it before the first iteration, on every rank, with the iterations of the whole run, including those before a
-    resume. A longer run has longer phases.
+    Call it before the first iteration, on every rank. A longer run has longer phases.
+
+    Args:
+        iterations: of the whole run, including those before a resume.
+        done: those before a resume. Megatron-Core's ``dist_checkpointing`` does not restore it; ``load_fp8_state_dict``
+            does. None: unchanged.
 
     Raises:
-        ValueError: not a positive integer, or the fractions leave no iteration to FP8.
+        ValueError: not a positive integer, the fractions leave no iteration to FP8, or done is not 0 to iterations.
     """
-    set_length(config, iterations)
+    set_length(config, iterations, done)
+
+
+def announce_phases_of_load() -> None:
+    """Prints a line on the first rank if models with high-precision phases load before their first iteration."""
+    states = [runtime.state for runtime in living_runtimes()]
+    if any(not state.phases.trivial and state.iteration == 0 for state in states):
+        print_rank_0(
+            "megatron_fp8: fp8_high_precision_warmup and _healing count iterations from this load on; to resume a run,"
+            " call megatron_fp8.mcore.iteration.set_training_length(config, iterations, done=N)"
+        )
 
 
 def _announce_switch(state: Fp8State, quantized: str, own: str) -> None:

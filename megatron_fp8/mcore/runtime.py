@@ -28,7 +28,7 @@ from ..state.fp8_state import FAST_ACCUMULATION, Fp8State
 from ..state.guard import Guard, Thresholds
 from ..state.precision_schedule import PrecisionSchedule
 
-_KEY, _LENGTH = "_fp8_runtime", "_fp8_training_length"
+_KEY, _LENGTH, _DONE = "_fp8_runtime", "_fp8_training_length", "_fp8_iterations_done"
 
 
 @dataclass(eq=False)
@@ -108,16 +108,33 @@ def runtime_of(config: Any) -> Fp8Runtime:
     if found is None:
         found = vars(config)[_KEY] = Fp8Runtime()
         found.state.phases = PrecisionSchedule(length=vars(config).get(_LENGTH))
+        found.state.iteration = vars(config).get(_DONE, 0)
     return found
 
 
-def set_length(config: Any, iterations: int) -> None:
-    """Sets the training's length in iterations, for this config's models and later copies. ValueError: see Phases."""
+def set_length(config: Any, iterations: int, done: int | None = None) -> None:
+    """Sets the training's length, and how much of it is done, for this config's models and later copies.
+
+    Args:
+        iterations: of the whole training.
+        done: iterations before a resume; None: unchanged.
+
+    ValueError: done is not 0 to iterations; for others see Phases.
+    """
     phases = _phases(config, iterations)
+    if done is not None and (type(done) is not int or not 0 <= done <= iterations):
+        raise ValueError(
+            f"done={done!r} must be a whole number from 0 to iterations={iterations}: the iterations of the run before"
+            " its resume"
+        )
     vars(config)[_LENGTH] = iterations
+    if done is not None:
+        vars(config)[_DONE] = done
     runtime = find_runtime(config)
     if runtime is not None:
         runtime.state.phases = phases
+        if done is not None:
+            runtime.state.iteration = done
 
 
 def _phases(config: Any, length: int | None) -> PrecisionSchedule:

@@ -17,6 +17,7 @@ from ..checkpoint.state_dict import without_missing_histories
 from ..checkpoint.store import TensorsOnly
 from ..config import transformer_config
 from ..config.transformer_config import IterationEnd
+from ..iteration import announce_phases_of_load
 from ..layers import activation, attention, cross_entropy, linear, moe_layer
 from ..optimizer import cpu_offload, fp8_params, layer_wise, loss_scaler, optimizer_setup, sharded_state
 from ..runtime import state_of
@@ -208,6 +209,7 @@ def load_histories_that_exist(
     """Asks for the histories that the checkpoint has; the other ones start anew."""
     if not isinstance(kwargs.get("sharded_strategy"), TensorsOnly):  # this package's loader has done it
         sharded_state_dict = without_missing_histories(sharded_state_dict, checkpoint_dir)
+        announce_phases_of_load()
     return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig as MegatronConfig
 
 from megatron_fp8 import TransformerConfig
-from megatron_fp8.mcore.iteration import iteration_counts, set_training_length
+from megatron_fp8.mcore.iteration import announce_phases_of_load, iteration_counts, set_training_length
 from megatron_fp8.mcore.runtime import Fp8Runtime, find_runtime, living_runtimes, runtime_of, state_of, watch
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.recipe import DelayedScaling
@@ -51,6 +51,32 @@ def test_a_copy_made_before_building_is_another_model_s_however_long_the_trainin
     assert [state_of(c).phases.start for c in (config, twin)] == [5, 10]
     state_of(twin).finish_iteration()
     assert [state_of(c).iteration for c in (config, twin)] == [0, 1]
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_a_resumed_training_goes_on_in_its_phase(config, built):
+    config.fp8_high_precision_warmup = 0.5
+    if built:
+        runtime_of(config)
+    set_training_length(config, 10, done=5)
+    assert state_of(config).iteration == 5 and state_of(config).phase == "fp8"
+    set_training_length(config, 12)
+    assert state_of(config).iteration == 5 and state_of(config).phase == "warm-up", "done is unchanged"
+    for done in (-1, 11, 2.0, True):
+        with pytest.raises(ValueError, match="must be a whole number from 0 to iterations=10"):
+            set_training_length(config, 10, done=done)
+
+
+def test_a_load_before_the_first_iteration_says_that_phases_begin_there(config, capfd, monkeypatch):
+    monkeypatch.setattr("megatron_fp8.mcore.iteration.living_runtimes", lambda: [runtime_of(config)])
+    config.fp8_high_precision_warmup = 0.5
+    set_training_length(config, 10, done=5)
+    state_of(config)
+    announce_phases_of_load()
+    assert capfd.readouterr().err == ""
+    set_training_length(config, 10, done=0)
+    announce_phases_of_load()
+    assert "set_training_length(config, iterations, done=N)" in capfd.readouterr().err
 
 
 def test_in_another_process_it_begins_anew():
