@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..huggingface.architectures import HEAD, Entry, entries
+from ..huggingface.architectures import HEAD, Entry, entries, gemms
 from ..huggingface.checkpoint_reader import SourceMetadata
 from ..huggingface.config import exported_architecture, model_section
 from ..huggingface.qkv_layout import heads_of, join_qkv
+from ..inference.calibration import Calibration
 from ..nn.linear import Fp8Layer
 from ..params.fp8_tensor_base import Fp8TensorBase
 from ..recipe import Recipe
@@ -190,8 +191,8 @@ class ConvertedSource:
         self.dtype = next(t.dtype for t in self._tensors.values() if t.is_floating_point())
         linears = {name: module for name, module in plain.modules.items() if isinstance(module, Fp8Layer)}
         self.recipe: Recipe | None = next((m.fp8_config.resolved_recipe for m in linears.values()), None)
-        parts = {e.site: [p.removesuffix(".weight") for p in e.parts] for e in listed if e.site is not None}
-        in_bf16 = [site for site, names in parts.items() if not all(name in linears for name in names)]
+        self._linears, self._gemms = linears, gemms(listed)
+        in_bf16 = [site for site, parts in self._gemms.items() if not all(part in linears for part in parts)]
         if linears:
             self.section |= {"fp8": "hybrid", "fp8_overrides": dict.fromkeys(in_bf16, "bf16")}
         self.exact_weights = {
@@ -204,6 +205,18 @@ class ConvertedSource:
                 for part in entry.parts
             )
         }
+
+    def calibration_of_gemms(self, calibration: Calibration) -> Calibration:
+        """The calibration, with the range of each GEMM's input: the largest of the model's linears that are its parts."""
+        ranges = dict(calibration.ranges)
+        for site, parts in self._gemms.items():
+            names = [self._linears[part].fp8_site.plan.name for part in parts if part in self._linears]
+            found = [ranges[f"{name}.input"] for name in names if f"{name}.input" in ranges]
+            if len(found) == len(parts):
+                largest = max(found, key=lambda each: each.amax)
+                shape = sum(each.shape[0] for each in found), largest.shape[1]
+                ranges[f"{site}.input"] = dataclasses.replace(largest, shape=shape)
+        return Calibration(ranges, calibration.facts)
 
     def weights(self) -> set[str]:
         """Names of the model's tensors."""

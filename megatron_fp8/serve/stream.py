@@ -12,6 +12,7 @@ dropped.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -63,8 +64,9 @@ def weight_stream(
         bucket_bytes: bytes of Megatron-Core's tensors that are gathered at a time.
         ignore: globs over Hugging Face names of linears to leave in high precision.
         quantize_all: quantize linears too that training keeps in BF16.
-        calibration: input ranges; static input scales follow the weights' scales.
-        kv_cache: the calibration's scales of keys and values come last.
+        calibration: input ranges, of this model or of a Megatron-Core model with its weights; static input scales follow
+            the weights' scales.
+        kv_cache: the calibration's scales of keys and values come last; only Megatron-Core's models measure them.
         vocab_size: rows of the vocabulary without Megatron-Core's padding; None: all rows.
 
     Raises ValueError, before the first tensor: an unknown format or family, a glob that matches nothing, or a tensor
@@ -93,6 +95,8 @@ def _plan_of_converted(
 ) -> WeightPlan:
     """The plan of a model of transformers, with its own recipe where that is the format's."""
     recipe = None
+    if wanted.calibration is not None:
+        wanted = dataclasses.replace(wanted, calibration=source.calibration_of_gemms(wanted.calibration))
     if wanted.form is not None and source.recipe is not None:
         same = recipe_name(source.recipe) == recipe_name(wanted.form.recipe)
         recipe = source.recipe if same else None

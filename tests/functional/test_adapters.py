@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
+from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.nn import (
+    Fp8Config,
     Fp8Linear,
     convert_to_fp8,
     dequantize_weights,
@@ -46,14 +48,18 @@ DATA = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(3)
 GEMMS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
 
 
-def base(recipe: str = "mxfp8", seed: int = 0, tied: bool = False) -> Any:
-    """A small Qwen3 in BF16 whose linears are frozen codes; ``tied``: the head is the embedding."""
+def plain_base(seed: int = 0, tied: bool = False) -> Any:
+    """A small Qwen3 in BF16; ``tied``: the head is the embedding."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 128}
     sizes |= {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4}
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model("qwen3", **sizes, tie_word_embeddings=tied)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return freeze_weights(convert_to_fp8(model, recipe))
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def base(recipe: str = "mxfp8", seed: int = 0, tied: bool = False) -> Any:
+    """Its linears are frozen codes."""
+    return freeze_weights(convert_to_fp8(plain_base(seed, tied), recipe))
 
 
 def adapted(kind: str = "lora", recipe: str = "mxfp8", **options: Any) -> Any:
@@ -315,6 +321,33 @@ def test_adapters_alone_have_the_names_and_bytes_of_pefts_file(kind: str, tmp_pa
     assert_all_same(dict(HfWeights("lora").export_weights(model)), file)
     again = peft.PeftModel.from_pretrained(base(), tmp_path)
     assert_same_bytes(logits(again), logits(model))
+
+
+def test_a_calibration_of_the_model_itself_gives_input_scales() -> None:
+    """Also of one in adapters, whose linears have other names; a GEMM's parts share the largest amax."""
+    model = trained("lora", "rowwise")
+    calibration = calibrate(model, [DATA])
+    stream = dict(weight_stream(model, "fp8-tensor", calibration=calibration))
+    for name, linear in linears(model).items():
+        scale = calibration.input_scale_inv(linear.fp8_site.plan.name)
+        assert_same_bytes(stream[f"{name}.input_scale"], scale.reshape(1))
+    del calibration.ranges[f"{linears(model)['model.layers.1.self_attn.k_proj'].fp8_site.plan.name}.input"]
+    with pytest.raises(
+        ValueError, match=r"layers.1.self_attention.linear_qkv is .* here, and nothing of it there"
+    ):
+        weight_stream(model, "fp8-tensor", calibration=calibration)
+
+
+def test_of_parts_of_one_gemm_none_is_quantized_if_training_kept_one_in_high_precision() -> None:
+    model = convert_to_fp8(
+        plain_base(), config=Fp8Config(recipe="rowwise", overrides={"*.0.mlp.gate_proj": "bf16"})
+    )
+    names = {
+        name
+        for name in dict(weight_stream(model, "fp8-channel"))
+        if name.endswith("mlp.gate_proj.weight_scale")
+    }
+    assert names == {"model.layers.1.mlp.gate_proj.weight_scale"}
 
 
 @pytest.mark.parametrize(
