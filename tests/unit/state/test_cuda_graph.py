@@ -193,7 +193,7 @@ def test_a_replay_gives_scales_to_tensors_whose_histories_were_reset():
         model, recorded, captured = captured_delayed()
         (arena,) = model.state.arenas
         for slot in arena.slots:
-            arena.start_again(slot)
+            arena.reset_history(slot)
         recorded.replay()
         captured.replayed()
     assert all(slot.warm and arena.saved_slot(slot)["warm"] for slot in arena.slots)
