@@ -276,9 +276,11 @@ class LinearSites:
         device = linear.fp8_device
         copied._pending.update(copy.deepcopy(self.histories(device), memo))
         copied.follow(self)
-        source = self.table.get((device, "")) or self._pending.get("")
-        if isinstance(source, GemmSite) and source.has_histories and device.type != "meta":
-            transfer_state(source, copied.on(device))
+        # Now, not at the copy's first call: this iteration's amaxes would come into the iteration of that call.
+        for label in dict.fromkeys(["", *self._pending, *(label for _, label in self.table)]):
+            source = self.table.get((device, label)) or self._pending.get(label)
+            if isinstance(source, GemmSite) and source.has_histories and device.type != "meta":
+                transfer_state(source, copied.on(device, source.plan.recipe if label else None))
         copies = [(weight, memo.get(id(weight))) for weight in linear.sources]
         copied.group.trained_weights.record_copies(self.group.trained_weights, self.name, copies)
         copied.quantize(memo.get(id(linear.weight_parameter)), device)

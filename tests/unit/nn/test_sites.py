@@ -44,6 +44,22 @@ def test_ready_until_it_moves():
     assert sites.ready_on is None and sites.table == {}, "the state on the device went with the last weight"
 
 
+def test_a_copy_within_an_iteration_ends_it_as_the_original():
+    """Also what fp8_autocast's recipe recorded in it."""
+    model = convert_to_fp8(Tower(), "mxfp8")
+    for seed in range(2):
+        with fp8_autocast(recipe=DELAYED):
+            model(batch(seed) * 2.0**seed).sum().backward()
+        if seed == 0:
+            fp8_step(model)
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        fp8_step(each)
+    assert_same_state(model, twin)
+    history = model.up.fp8_sites.by_recipe(CPU, repr(DELAYED)).quantizers["input"].slot
+    assert history.arena.saved_slot(history)["amax_history"][-1] > 4  # the second batch's
+
+
 def test_histories_wait_until_it_runs_elsewhere():
     model = convert_to_fp8(Tower(), DELAYED)
     model(batch(0)).sum().backward()
