@@ -149,7 +149,10 @@ def _trainer(
     unvalidated = False
     if first:
         entropy = report["bigram_entropy"]
-        print(f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats", flush=True)
+        print(
+            f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats: the loss that pairs of tokens give",
+            flush=True,
+        )
         writer, display = _records(run, start, recorded)
         with name_folder_error("run_dir", folder):
             unvalidated = done and bool(run.train.eval_iters) and lacks_validation(folder, start.iteration)

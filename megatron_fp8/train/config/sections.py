@@ -216,8 +216,8 @@ def shorten_warmup(train: TrainSection, optimizer: OptimizerSection) -> None:
     if optimizer.lr_decay_iters is None and warmup >= iterations:
         optimizer.lr_warmup_iters = iterations // 10
         warn_user(
-            f"optimizer.lr_warmup_iters={warmup} leaves nothing of a run of {iterations} iterations: it warms up for"
-            f" {optimizer.lr_warmup_iters}."
+            f"optimizer.lr_warmup_iters={warmup} would be all of a run of {iterations} iterations: the learning"
+            f" rate warms up for {optimizer.lr_warmup_iters}."
         )
 
 

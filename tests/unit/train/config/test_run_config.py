@@ -34,7 +34,7 @@ def test_options_win_over_files_wherever_they_stand(tmp_path):
 
 
 def test_a_warm_up_longer_than_the_run_is_shortened_and_said():
-    with pytest.warns(UserWarning, match="lr_warmup_iters=100 leaves nothing of a run of 100 iterations"):
+    with pytest.warns(UserWarning, match="lr_warmup_iters=100 would be all of a run of 100 iterations"):
         assert parse(["--optimizer.lr_warmup_iters=100"]).optimizer.lr_warmup_iters == 10
     assert parse(["--optimizer.lr_warmup_iters=99"]).optimizer.lr_warmup_iters == 99
     with pytest.raises(ValueError, match=r"lr_warmup_iters=9 must be less than the 5 .*: lower it, or raise"):
