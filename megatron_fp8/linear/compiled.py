@@ -104,10 +104,9 @@ def traced_linear(
     operator: Any = torch.ops.megatron_fp8.linear
     if tokens is not None:
         operator = torch.ops.megatron_fp8.grouped_linear
-        counts = (
-            tokens if isinstance(tokens, Tensor) else torch.tensor(tokens, dtype=torch.int64, device="cpu")
-        )
-        tokens = match_fake_mode(counts.to("cpu"), x, *weights)
+        if not isinstance(tokens, Tensor):
+            tokens = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+        tokens = match_fake_mode(tokens.to("cpu"), x, *weights)
     y: Tensor
     y, *_ = operator(
         x,
@@ -197,12 +196,8 @@ def linear(
     saved = SavedInput(x.new_empty(0), x.new_empty(0))
     if keeps:
         saved = InputLayout(SideLayout.parse(layout), x.shape[-1]).pack(done.x, counts, x.device)
-    return (
-        done.y,
-        *saved,
-        *stamps,
-        *(DeferredRecord.empty(x, 0) if deferred is None else deferred.to_tensors()),
-    )
+    late = DeferredRecord.empty(x, 0) if deferred is None else deferred.to_tensors()
+    return done.y, *saved, *stamps, *late
 
 
 def _numbers(site: GemmSite, tokens: Tensor | None, x: Tensor) -> list[int]:
