@@ -290,7 +290,7 @@ def step_with_offsets() -> str:
     with model_parallel(layout):
         stepper = small_run(layout, ["--model.softmax_type=learnable"]).stepper
         stepper.step(stepper.training_data(0))
-        return stepper.differing()
+        return stepper.describe_differences()
 
 
 def test_ranks_hold_offsets_of_their_own_heads(ranks: RankPool) -> None:
