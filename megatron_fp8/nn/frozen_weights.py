@@ -150,9 +150,10 @@ def codes_key(linear: Any) -> tuple[int, Rule]:
 
 
 def save_in_high_precision(model: torch.nn.Module) -> None:
-    """Make ``model.save_pretrained``, if present, write dequantized weights."""
-    if hasattr(type(model), "save_pretrained"):
-        model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[assignment]  # a method has no pickle
+    """Make ``save_pretrained`` of the model, and of models inside it (in PEFT's wrapper), write dequantized weights."""
+    for each in model.modules():
+        if hasattr(type(each), "save_pretrained"):
+            each.save_pretrained = partial(_save_pretrained, each)  # type: ignore[assignment]  # a method has no pickle
 
 
 def _save_pretrained(

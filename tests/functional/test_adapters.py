@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support.compare import assert_all_same_bytes, assert_same_bytes
+from megatron_fp8.inference import prepare_for_inference
 from megatron_fp8.inference.calibration import calibrate
 from megatron_fp8.nn import (
     Fp8Config,
@@ -275,6 +276,21 @@ def test_pefts_merge_of_dequantized_weights_is_the_same() -> None:
     assert_all_same_bytes(list(dict(weight_stream(merged, "fp8-tensor")).values()), list(wanted.values()))
     for name, weight in merged.state_dict().items():
         assert_same_bytes(weight.bfloat16(), plain[name])
+
+
+def test_models_inside_a_prepared_one_are_saved_in_high_precision(tmp_path: Path) -> None:
+    """What merge_and_unload returns is the model inside PEFT's, which was prepared; its layers are a model too."""
+    model = prepare_for_inference(
+        peft.get_peft_model(convert_to_fp8(plain_base(), "rowwise"), peft.LoraConfig(r=4))
+    )
+    with pytest.warns(UserWarning, match="loses most of a small update"):
+        merged = model.merge_and_unload()
+    for name, each in (("whole", merged), ("layers", merged.model)):
+        each.save_pretrained(tmp_path / name)
+        loaded = transformers.AutoModel.from_pretrained(tmp_path / name, dtype=torch.bfloat16)
+        assert_same_bytes(
+            loaded.layers[0].mlp.up_proj.weight, merged.model.layers[0].mlp.up_proj.weight.dequantize()
+        )
 
 
 def test_a_merge_into_codes_warns_and_loses_most_of_a_small_update() -> None:
