@@ -21,6 +21,7 @@ It may also have
 - ``accumulate(a, b, into, *, zeros)``: adds a product to a buffer (``zeros``: the buffer is zeros, and may be
   overwritten); False where it cannot. Without it the product is added afterwards.
 - ``rounds_once``: True if a 16-bit result of ``gemm`` is the float32 sum, rounded once. Otherwise wgrad asks for float32.
+- ``reads_scales``: True if the host reads scales to choose a product, which a CUDA graph cannot capture.
 - ``takes_any_size``: True if no size of a matrix is padded. Otherwise inference pads tokens.
 - ``padded_products(device, recipe, n, k)``: the GEMMs of a weight [N, K] that copy codes to pad them, for a note.
 

@@ -41,6 +41,7 @@ from .base import RESULTS, CastRequest, CastResult, gemm_error, gemm_in_turn
 
 name = "emulated"
 takes_any_size = True
+reads_scales = True
 
 
 def supports(device: torch.device, recipe: Recipe | Products | None = None) -> str | None:

@@ -21,7 +21,6 @@ import torch
 from megatron.core.tensor_parallel.random import get_all_rng_states
 from torch import Tensor
 
-from ..backends import emulated
 from ..files.terminal import print_rank_0
 from ..linear.gemm_site import mark_zeros
 from ..mcore.iteration import CapturedIteration
@@ -111,9 +110,9 @@ def check_backends(run: RunConfig, chunks: list[Any]) -> None:
     if not run.train.cuda_graphs:
         return
     for site in (linear.fp8_site for linear in fp8_linears(chunks)):
-        if site.plan.backend == emulated.name and host_sync.read_waits(site.state.device):
+        if getattr(site.backend, "reads_scales", False) and host_sync.read_waits(site.state.device):
             _refuse(
-                f"the emulated backend, which runs {site.plan.name}",
+                f"the {site.plan.backend} backend, which runs {site.plan.name}",
                 "the host reads scales to choose a product",
                 "use a GPU of compute capability 8.9 or newer and a recipe that it multiplies",
             )

@@ -54,7 +54,7 @@ def test_the_defaults_on_the_page_are_the_defaults() -> None:
         return eval(text.replace("^", "**"), {})
 
     ours, theirs, app = LossScaler(), OptimizerConfig(), OptimizerSection()
-    table = PAGE.read_text(encoding="utf-8").partition("## The knobs")[2].partition("\n\nAn **overflow**")[0]
+    table = PAGE.read_text(encoding="utf-8").partition("### Settings")[2].partition("\n\nAn **overflow**")[0]
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()[4:]]
     assert len(rows) == 8
     for name, default, option, megatron, _ in rows:

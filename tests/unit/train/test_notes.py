@@ -54,7 +54,7 @@ def test_they_are_asked_for_after_the_first_step_only_and_a_save_says_how_long_i
         training_data=lambda *_: [],
         damaged=False,
         state_is_damaged=lambda: False,
-        differing=lambda: "",
+        describe_differences=lambda: "",
         watchdog=SimpleNamespace(enter=lambda kind, iteration: None),
     )
     saves = SimpleNamespace(

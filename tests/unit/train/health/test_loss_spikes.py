@@ -70,7 +70,9 @@ def test_a_run_that_ends_in_skipped_steps_has_failed(monkeypatch, taken, row, wo
         optimizer=SimpleNamespace(loss_scale=1e30),
         train=SimpleNamespace(max_skipped_steps=0, global_batch_size=1, seq_length=1),
     )
-    stepper = SimpleNamespace(run=run, chunks=[], check=None, state_is_damaged=lambda: False, differing=str)
+    stepper = SimpleNamespace(
+        run=run, chunks=[], check=None, state_is_damaged=lambda: False, describe_differences=str
+    )
     trainer = loop.Trainer(stepper, Start(), 1.0)
     for skipped in [False] * taken + [True] * row:
         trainer.monitor.step(1, None, skipped=skipped, scale_can_fall=False)
