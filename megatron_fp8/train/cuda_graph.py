@@ -79,6 +79,12 @@ def check_options(run: RunConfig) -> None:
             "the host changes the scale, and a replay would use the captured one",
             "give a constant optimizer.loss_scale, or train in BF16",
         )
+    if run.model.fp8_backend == "transformer_engine":
+        _refuse(
+            "model.fp8_backend='transformer_engine'",
+            "its layers update their scales on the host",
+            "leave out model.fp8_backend",
+        )
     if run.model.fp4 or "nvfp4" in run.model.fp8_overrides.values():
         _refuse("NVFP4", "its emulation copies tables and names random bits on the host", "train in FP8")
     if (

@@ -47,6 +47,7 @@ MLA = ["--model.multi_latent_attention=true", "--model.num_layers=32"]
         (["--data.loss=assistant"], "data.loss='assistant': the host reads"),
         (["--model.fp16=true"], "model.fp16=True with a dynamic loss scale: the host changes"),
         (["--telemetry.every=5"], "telemetry: a replay calls no observer"),
+        ([*FP8, "--model.fp8_backend=transformer_engine"], "'transformer_engine': its layers update"),
         (["--model.fp4=e2m1"], "NVFP4: its emulation copies"),
         ([*FP8, "--model.fp8_overrides={'*': nvfp4}"], "NVFP4: its emulation copies"),
         (
