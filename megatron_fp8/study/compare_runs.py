@@ -74,7 +74,11 @@ def train_all(comparison: Comparison) -> None:
             if before:
                 _say(f"{run.name} is not finished: {lacks}")
             _say(f"training {run.name} ({number} of {len(todo)})")
-            _train(run, comparison, first=number == 1)
+            try:
+                _train(run, comparison, first=number == 1)
+            except KeyboardInterrupt:
+                _say("the same command goes on from here; finished runs are not repeated")
+                raise
             added = _line_count(run) - before
             trained += added
             there = f" ({before} were there)" if before else ""

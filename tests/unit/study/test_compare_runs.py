@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -76,3 +77,10 @@ def test_a_run_that_another_process_finishes_is_not_trained_again(tmp_path, monk
     monkeypatch.setattr(launch, "_train", None)
     launch.train_all(type("Comparison", (), {"runs": [Run(folder, [""])]})())
     assert "mxfp8, seed 1 was finished by another process meanwhile" in capsys.readouterr().err
+
+
+def test_an_interrupt_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "_train", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        launch.train_all(type("Comparison", (), {"runs": [Run(tmp_path / "run", ["its config"])]})())
+    assert "the same command goes on from here" in capsys.readouterr().err.splitlines()[-1]
