@@ -148,11 +148,8 @@ def _trainer(
     writer = display = None
     unvalidated = False
     if first:
-        entropy = report["bigram_entropy"]
-        print(
-            f"data        {', '.join(prefixes)}; bigram entropy {entropy:.4f} nats: the loss that pairs of tokens give",
-            flush=True,
-        )
+        data = f"data        {', '.join(prefixes)}; bigram entropy {report['bigram_entropy']:.4f} nats"
+        start.lines.insert(0, f"{data}: the loss that pairs of tokens give")
         writer, display = _records(run, start, recorded)
         with name_folder_error("run_dir", folder):
             unvalidated = done and bool(run.train.eval_iters) and lacks_validation(folder, start.iteration)
@@ -192,7 +189,7 @@ def _trainer(
 
 def _records(run: Any, start: checkpoints.Start, recorded: int) -> tuple[MetricsWriter, Display]:
     """Print the start's lines and open the run's records, which hold ``recorded`` iterations. First rank only."""
-    print(*map(printable, start.lines), sep="\n", end="\n" if start.lines else "", flush=True)
+    print(*map(printable, start.lines), sep="\n", flush=True)
     folder = Path(run.run_dir)
     with name_folder_error("run_dir", folder):
         writer = MetricsWriter(folder, recorded, start.before)
