@@ -32,6 +32,7 @@ from typing import Any
 
 from ..files.atomic_io import as_value_error
 from ..files.terminal import printable
+from ..files.user_paths import is_run
 from ..huggingface import QUANTIZED_FORMATS
 from .cli_common import CommandParser, run, with_progress
 
@@ -115,9 +116,9 @@ def _export(options: argparse.Namespace) -> None:
         )
     for note in (*done.notes, *source.notes):
         print(printable(note))
-    if form:
+    if form and is_run(Path(options.checkpoint)):  # parity takes a run, not one of its checkpoints
         print(f"next: megatron-fp8 parity {shlex.quote(options.checkpoint)} {shlex.quote(options.out)}")
-    else:
+    elif not form:
         print(f"next, in Python: transformers.AutoModelForCausalLM.from_pretrained({options.out!r})")
 
 

@@ -245,7 +245,7 @@ def _worst(ours: Record, theirs: Record, tolerance: float) -> Divergence | None:
         if name in NO_STATISTICS or name not in theirs or (tolerance and name.startswith(_NOISE)):
             continue
         relative = relative_difference(our_value, theirs[name])
-        if tolerance and math.isfinite(relative):
+        if tolerance and 0 < relative < math.inf:
             relative = _of_its_scale(name, ours, theirs, relative)
         if relative > tolerance and (worst is None or relative > worst.relative):
             worst = Divergence(

@@ -51,6 +51,17 @@ def test_an_export_differs_only_in_how_engines_scale_inputs(folder, capsys, tmp_
     assert code == 0 and out[-1] == "no difference, and 11 accepted"
 
 
+def test_export_names_parity_of_runs_alone(folder, capsys, tmp_path):
+    """A checkpoint is no run, whose newest checkpoint may be another."""
+    source = folder / "run"
+    checkpoint = next((source / "checkpoints").glob("iter_*"))
+    for path, named in ((source, True), (checkpoint, False)):
+        out = tmp_path / path.name
+        assert main(["export", str(path), str(out), "--format=fp8-channel"]) == 0
+        assert (f"next: megatron-fp8 parity {path} {out}\n" in capsys.readouterr().out) == named
+        assert main(["parity", str(path), str(out), "--accept=inputs"]) == (0 if named else 2)
+
+
 DOWN = "model.layers.0.mlp.down_proj"
 
 

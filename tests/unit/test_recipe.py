@@ -76,6 +76,8 @@ def test_every_field_is_part_of_identity(cls):
         assert field.name in repr(changed) and field.name not in repr(base), field.name
         assert eval(repr(changed), {cls.__name__: cls}) == changed
         assert len({base, changed}) == 2, field.name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(base, field.name, getattr(changed, field.name))
 
 
 @pytest.mark.parametrize("cls", BUILT_IN)

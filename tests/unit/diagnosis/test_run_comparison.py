@@ -91,6 +91,8 @@ def test_what_is_within_the_tolerance_is_passed_over():
         ("min", (-0.01, {"cur_amax": 2.0}), -0.05, -0.5),
         ("underflows%", (0.0, {}), 0.2, 20.0),
         ("dynamic_range", (12.0, {}), 20.0, None),  # one tiny value
+        ("underflows%", (None, {}), None, 20.0),  # of no values
+        ("mean", (None, {"std": 1.0}), None, 0.2),
     ],
 )
 def test_noise_is_no_large_difference(statistic, both, small, large):
