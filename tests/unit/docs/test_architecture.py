@@ -29,6 +29,23 @@ def test_every_room_has_its_line():
     assert sorted(rows) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
+def test_modules_and_functions_are_short():
+    """Modules have at most 450 lines, bodies of functions 60, docstrings apart. Triton kernels may have
+    more: a split one has other instructions."""
+    long = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text()
+        long += [(path.name, lines) for lines in [len(text.splitlines())] if lines > 450]
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
+                "triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list
+            ):
+                body = node.body[ast.get_docstring(node) is not None :]
+                lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+                long += [(path.name, node.name, lines)] if lines > 60 else []
+    assert not long
+
+
 def test_the_import_order_is_the_tested_one():
     told = PAGE.split("## Import order")[1].split("Only `mcore`")[0]
     order = [tuple(name.split(" | ")) for name in re.split(r"\s*->\s*", told.strip())]
