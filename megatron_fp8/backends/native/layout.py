@@ -85,7 +85,7 @@ class Operand(NamedTuple):  # a key of the plan cache in each product: a tuple i
     e8m0: bool
     pow2: bool = False
     turned: bool = False
-    """Whether the codes lie as [k, rows], and a product may read them so: one scale, all sizes multiples of 16."""
+    """Whether the codes lie as [k, rows], and a product may read them so: one scale, sizes and start multiples of 16."""
 
     @staticmethod
     def of(side: QuantizedSide) -> Operand:
@@ -93,7 +93,8 @@ class Operand(NamedTuple):  # a key of the plan cache in each product: a tuple i
         e8m0 = side.scale_inv.dtype == torch.float8_e8m0fnu
         rows, k = side.codes.shape
         k *= codes_per_byte_of(side.codes.dtype)
-        turned = side.granularity.is_tensor and rows % 16 == k % 16 == 0 and side.codes.stride() == (1, rows)
+        whole = rows % 16 == k % 16 == side.codes.storage_offset() % 16 == 0
+        turned = whole and side.granularity.is_tensor and side.codes.stride() == (1, rows)
         return Operand(rows, k, side.codes.dtype, side.granularity, e8m0, side.pow2, turned)
 
     @property

@@ -419,6 +419,15 @@ def test_codes_that_begin_between_multiples_of_16_bytes(name):
         assert_same_bytes(native.gemm(replace(a, codes=codes), b), whole)
 
 
+def test_transposed_codes_that_begin_between_multiples_of_16_bytes():
+    """Blackwell multiplies transposed codes as they lie: not these."""
+    a, b = operands("fprop", RECIPES["tensorwise"], 64, 48, 128)
+    room = torch.empty(8 + b.codes.numel(), dtype=torch.uint8)[8:].view(b.codes.shape[::-1]).t()
+    codes = room.copy_(b.codes.view(torch.uint8)).view(b.codes.dtype)
+    with fake_torch(turned=True):
+        assert_same_bytes(native.gemm(a, replace(b, codes=codes)), native.gemm(a, b))
+
+
 def test_scales_of_later_rows():
     """cuBLAS reads scales per row in pieces of 16 bytes: those that begin elsewhere are copied (pytorch#159957)."""
     a, b = operands("fprop", RECIPES["rowwise"], 64, 48, 128)
