@@ -107,8 +107,9 @@ class CapturedStep:
 
     def _check_for_changes(self) -> None:
         reasons = [_host_refusal(state) for state in self.states]
-        for arena, rows, _ in self._arenas:
-            if arena.rows is not rows:  # the graph still reads and writes the old ones
+        known = {id(rows) for _, rows, _ in self._arenas}  # the graph still reads and writes these
+        for arena in (arena for state in self.states for arena in state.arenas):
+            if arena.slots and id(arena.rows) not in known:
                 newest = arena.slots[-1].name
                 reasons.append(
                     f"FP8 tensors were added since the capture, such as {newest}: capture it again"

@@ -166,12 +166,16 @@ def captured_delayed() -> tuple[Model, Recorded, CapturedStep]:
             lambda state: make_site("delayed", state=state, name="late"),
             "FP8 tensors were added since the capture, such as late.grad_output: capture it again",
         ),
+        (  # as fp8_step of several ranks leaves a converted model: what is added then is in an arena of its own
+            lambda state: (state.reduce_over(object()), make_site("delayed", state=state, name="late")),
+            "FP8 tensors were added since the capture, such as late.grad_output: capture it again",
+        ),
         (
             lambda state: state.watch(SimpleNamespace(wants=lambda iteration: False)),
             "an observer (telemetry) watches its casts",
         ),
     ],
-    ids=["tensors", "observer"],
+    ids=["tensors", "tensors of an arena", "observer"],
 )
 def test_a_replay_that_misses_a_later_change_raises(change, words):
     """Added tensors move the arena's memory, and the graph would update the old one."""
