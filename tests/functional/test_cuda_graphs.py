@@ -93,9 +93,9 @@ def with_bad_iteration(original: Callable[..., Iterator[Any]]) -> Callable[..., 
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (1, ["--model.fp8_format=delayed", "--model.hidden_dropout=0.1"]),
+        (1, ["--model.fp8_recipe=delayed", "--model.hidden_dropout=0.1"]),
         pytest.param(1, ["--model.fp8=null"], marks=pytest.mark.long),
-        (2, ["--model.fp8_format=delayed"]),
+        (2, ["--model.fp8_recipe=delayed"]),
         (1, ["--model.fp8_recipe=delayed", _CODES]),
         (2, ["--model.fp8_recipe=blockwise", _CODES, _SHARDED]),
         (2, ["--model.fp8_recipe=mxfp8", _CODES, _SHARDED]),

@@ -103,7 +103,7 @@ def look(seen: list[Seen]) -> Seen:
 )
 def test_what_is_made_anew_costs_one_step_on_all_ranks(ranks: RankPool, what: str, words: str) -> None:
     layout = DP2 if what.startswith(("summed", "scale:inf")) else TP2
-    seen = look(ranks(2).run(damaged_training, layout, ["--model.fp8_format=delayed"], f"{what}:2:1"))
+    seen = look(ranks(2).run(damaged_training, layout, ["--model.fp8_recipe=delayed"], f"{what}:2:1"))
     assert seen.skipped == ONCE and not seen.failed
     (said,) = seen.said
     assert said.startswith(f"warning: the step of iteration 3 was skipped on all ranks: {words} on rank ")
@@ -112,8 +112,8 @@ def test_what_is_made_anew_costs_one_step_on_all_ranks(ranks: RankPool, what: st
 @pytest.mark.parametrize(
     ("what", "layout", "options", "words"),
     [
-        ("weight:nan", DP2, ["--model.fp8_format=blockwise"], f"the weight {SITE}.weight holds 1 NaN or Inf"),
-        ("master:inf", TP2, ["--model.fp8_format=blockwise"], f"the master of {SITE}.weight holds NaN or Inf"),
+        ("weight:nan", DP2, ["--model.fp8_recipe=blockwise"], f"the weight {SITE}.weight holds 1 NaN or Inf"),
+        ("master:inf", TP2, ["--model.fp8_recipe=blockwise"], f"the master of {SITE}.weight holds NaN or Inf"),
         ("moment:nan", DP2, ["--model.fp8=null"], f"the master of {SITE}.weight holds NaN or Inf"),
         ("history:nan", DP2, MAX, "the amax histories of "),
     ],
@@ -129,10 +129,10 @@ def test_what_stays_ends_the_run(
 @pytest.mark.parametrize(
     ("what", "layout", "options", "words"),
     [
-        ("second:inf", DP2, ["--model.fp8_format=delayed"], f"exp_avg_sq of {SITE}.weight"),
-        ("second:inf", DP2, ["--model.fp8_format=blockwise", *SHARDED], "exp_avg_sq of "),
+        ("second:inf", DP2, ["--model.fp8_recipe=delayed"], f"exp_avg_sq of {SITE}.weight"),
+        ("second:inf", DP2, ["--model.fp8_recipe=blockwise", *SHARDED], "exp_avg_sq of "),
         ("second:inf", TP2, ["--optimizer.state_dtype=fp8"], f"exp_avg_sq of {SITE}.weight"),
-        ("unread:nan", TP2, ["--model.fp8_format=blockwise"], "the master of embedding.word_embeddings.weight"),
+        ("unread:nan", TP2, ["--model.fp8_recipe=blockwise"], "the master of embedding.word_embeddings.weight"),
         ("history:inf", TP2, MAX, "the amax histories of "),
         ("maximum:9", DP2, LONG, "the amax histories of "),
     ],
@@ -148,19 +148,19 @@ def test_what_no_step_feels_ends_the_run_too(
 
 
 TIED = ["--model.share_embeddings_and_output_weights=true"]
-FP8 = ["--model.fp8_format=blockwise", "--model.fp8_param=true", *SHARDED]
+FP8 = ["--model.fp8_recipe=blockwise", "--model.fp8_param=true", *SHARDED]
 
 
 @pytest.mark.parametrize(
     ("what", "layout", "options", "words"),
     [
-        ("bit:0:2", DP2, ["--model.fp8_format=blockwise"], "the master of {}.weight differs between ranks 0, 1"),
+        ("bit:0:2", DP2, ["--model.fp8_recipe=blockwise"], "the master of {}.weight differs between ranks 0, 1"),
         ("second:1e-3:2", DP2, ["--optimizer.state_dtype=fp8"], "exp_avg_sq of {}.weight differs between ranks 0, 1"),
         ("scale:7:5", DP2, MAX, "the delayed scale of {}.input differs between ranks 0, 1"),
         ("weight:2:5", DP2, FP8, "the weight {}.weight differs between ranks 0, 1"),
         ("weight:2:5", DP2, ["--model.fp8=null"], "the weight {}.weight or its master is damaged on rank 1"),
         ("weight:2:5", TP2, FP8[:2], "the weight {}.weight or its master is damaged on rank 1"),
-        ("norm:2:2", TP2, ["--model.fp8_format=rowwise"], "the master of decoder.final_layernorm.weight differs"),
+        ("norm:2:2", TP2, ["--model.fp8_recipe=rowwise"], "the master of decoder.final_layernorm.weight differs"),
         ("embedding:2:2", Layout(pp=2), TIED, "the master of the embedding differs between"),
     ],
 )  # fmt: skip
@@ -176,7 +176,7 @@ def test_finite_damage_of_what_ranks_share_ends_the_run(
 
 def test_the_rank_that_differs_from_most_is_named_as_soon_as_it_is_looked(ranks: RankPool) -> None:
     options = [
-        "--model.fp8_format=tensorwise",
+        "--model.fp8_recipe=tensorwise",
         "--train.global_batch_size=4",
         "--train.check_replicas_every=1",
     ]
@@ -207,7 +207,7 @@ def test_a_damaged_model_is_not_saved_over_a_good_one(
 
 def test_no_complete_checkpoint_holds_it_nor_was_made_beside_it(ranks: RankPool) -> None:
     """A replica that went bad is written by nobody, and still spoils what comes after."""
-    options = ["--model.fp8_format=delayed", *MAX]
+    options = ["--model.fp8_recipe=delayed", *MAX]
     first, second = ranks(2).run(unsound, DP2, options, ["second", "master", "history"])
     assert first == ["", "", "", ""]
     assert second[0] == "" and second[3] == ""
