@@ -63,6 +63,30 @@ def test_the_documented_check_prints_what_the_page_says(ranks: RankPool) -> None
     assert printed[-1] == "48 GEMMs in FP8, 6 in high precision, 0 NaN or Inf cast"
 
 
+def lines_on_the_plan(shown: bool) -> list[str]:
+    """A rank case: what two iterations say of the plan."""
+    with model_parallel(TP), contextlib.redirect_stderr(io.StringIO()) as said:
+        config = fp8_config(TP, "mxfp8", **TINY)
+        chunks = build_chunks(config, spec=get_gpt_layer_fp8_spec, sequence=32, vocab=128)
+        if shown:
+            print_plan(chunks)
+        optimizer = build_optimizer(config, chunks)
+        for step in range(2):
+            train_step(config, chunks, optimizer, step, **SHORT)
+    return [line for line in said.getvalue().splitlines() if "print_plan" in line]
+
+
+def test_the_first_iteration_says_the_plan_unless_it_was_printed(ranks: RankPool) -> None:
+    assert ranks(2).run(lines_on_the_plan, False) == [
+        [
+            "megatron_fp8: FP8 hybrid, fp8_recipe mxfp8: 8 of the first rank's 8 linears in layers are in FP8 (backend"
+            " emulated); megatron_fp8.mcore.print_plan(model) says why"
+        ],
+        [],
+    ]
+    assert ranks(2).run(lines_on_the_plan, True) == [[], []]
+
+
 # ---------------------------------------------------------------------------------------------------------- collectives
 
 
