@@ -83,7 +83,7 @@ def test_it_trains_a_shipped_config_by_its_name(site, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "done: 10 iterations" in done.stdout and (tmp_path / "runs/tiny_gpt_cpu/report.json").is_file()
     assert "optimizer.lr_warmup_iters=20 would be all of a run of 10 iterations" in done.stderr
-    assert "it warms up for 1." in done.stderr
+    assert "the learning rate warms up for 1." in done.stderr
     command = [site / "bin" / "python", "-c", "import megatron_fp8; print(megatron_fp8.__file__)"]
     where = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
     assert Path(where.stdout.strip()).is_relative_to(site)
