@@ -66,7 +66,8 @@ def fp8_state_dict(model_chunks: list[Any]) -> dict[str, torch.Tensor]:
 def load_fp8_state_dict(model_chunks: list[Any], saved: Mapping[str, torch.Tensor]) -> None:
     """Restores the result of ``fp8_state_dict`` on this rank: training continues with the same bits.
 
-    Before or after the weights are loaded. A history of another length gives its latest entries that fit.
+    Before or after the weights are loaded. A history of another length gives its latest entries that fit. The guard
+    starts anew: checkpoint.saver's files alone hold its moves.
 
     Raises:
         ValueError: the linears or recipes are not the saved ones. Nothing is changed then.

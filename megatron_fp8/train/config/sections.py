@@ -217,7 +217,7 @@ def shorten_warmup(train: TrainSection, optimizer: OptimizerSection) -> None:
         optimizer.lr_warmup_iters = iterations // 10
         warn_user(
             f"optimizer.lr_warmup_iters={warmup} would be all of a run of {iterations} iterations: the learning"
-            f" rate warms up for {optimizer.lr_warmup_iters}."
+            f" rate warms up for {optimizer.lr_warmup_iters or 'none'}."
         )
 
 
