@@ -72,10 +72,8 @@ class WeightCache:
         self.before: WeightCache | None = None
         self._memory: StorageWeakRef | None = None
         """Storage of the cached weight; the reference keeps its number from being reused."""
-        self._observed = (
-            -1,
-            False,
-        )  # the iteration, or its capture, in which the weight was recorded without a cast
+        self._observed = -1, False
+        """When the weight was last recorded without a cast: the iteration, and whether a CUDA graph captured it."""
         shared = casts.shared
         # Codes that serve both directions, one a transposed view of the other, are one copy anyway.
         one_copy = shared is not None and (
