@@ -236,7 +236,7 @@ def _key(record: Record) -> tuple[Any, Any, Any]:
 _SCALES = {"mean": "std", "min": "cur_amax", "max": "cur_amax"}
 """Statistic -> the one that its difference is relative to: a mean of zero changes by any factor."""
 _NOISE = ("dynamic_range", "kurtosis", "max_blockwise_dynamic_range")
-"""Statistics that a single value makes: above no tolerance but 0."""
+"""Statistics that one element can change by any factor: only a tolerance of 0 compares them."""
 
 
 def _worst(ours: Record, theirs: Record, tolerance: float) -> Divergence | None:

@@ -242,7 +242,7 @@ class Product(NamedTuple):
 
 
 _graph_tables: list[torch.Tensor] = []
-"""Tables that CUDA graphs copy at each replay. Older versions of torch would give their memory to others."""
+"""Pinned tables that CUDA graphs copy at each replay. torch may reuse their memory once nothing refers to them."""
 
 
 @on_its_device
